@@ -1,0 +1,173 @@
+"""The KV cache of the rollout: `DenseKVCache` reads all of it, `SparseKVCache` the pages a selector picks (paper,
+block-sparse decode). Both keep every token, sparsity saves bandwidth, not capacity.
+
+Axes: B rows, H query heads, K KV heads, G = H / K, D head dim, T tokens, N blocks per row, W pages per list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sparrow.attention.backend import decode_attention
+from sparrow.attention.masked import MaskedSparse
+from sparrow.attention.packed import PackedCausal
+from sparrow.attention.pattern import SparsePattern
+from sparrow.attention.pool import PagePool
+from sparrow.attention.prefill import Prefill
+from sparrow.errors import UserError
+from sparrow.models.decoder_config import DecoderConfig
+from sparrow.protocols import Attention, BudgetSchedule, Selector
+
+
+def _check_sizes(page_size: int, block_size: int) -> None:
+    if page_size < 1 or block_size % page_size:
+        raise UserError(f"kv_cache: block_size {block_size} must be a multiple of page_size {page_size}")
+
+
+class DenseKVCache:
+    """Every token attends to all tokens before it.
+
+    Args:
+        page_size, block_size: tokens per page and per block of the pool; a block is the unit of allocation.
+        backend: `gather` (any device), `flex` (FlexAttention, CUDA), `auto` picks by device.
+    """
+
+    def __init__(
+        self, page_size: int = 16, block_size: int = 128, backend: Literal["auto", "gather", "flex"] = "auto"
+    ) -> None:
+        _check_sizes(page_size, block_size)
+        self.page_size, self.block_size, self.backend = page_size, block_size, backend
+
+    def allocate(self, config: DecoderConfig, num_blocks: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Makes the pool of `num_blocks` blocks (and the null block)."""
+        self.pool = PagePool(config, num_blocks, self.block_size, self.page_size, 0, range(0), device, dtype)
+        self.attention = decode_attention(self.backend, device, self.page_size, config.head_dim)
+
+    def release(self) -> None:
+        """Drops the pool."""
+        del self.pool
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copies one block of every layer."""
+        self.pool.copy_block(source, target, self.block_size)
+
+    def prefill(self, slots_T: Tensor, lengths: Sequence[int]) -> Attention:
+        """Dense causal attention over packed prompts that also fills their slots."""
+        return Prefill(self.pool, slots_T, lengths, None)
+
+    def decode(self, block_table_BN: Tensor, lengths_B: Tensor) -> Attention:
+        """Attention of one token per row over its whole cache."""
+        return self.attention(self.pool, self.block_size, block_table_BN, lengths_B, None)
+
+    def training(self, lengths: Sequence[int], prompt_lengths: Sequence[int], device: torch.device) -> Attention:
+        """Plain causal attention."""
+        return PackedCausal(lengths, device)
+
+    def check(self, model_name: str, temperature: float) -> list[str]:
+        """Nothing to compare: dense attention has no schedule."""
+        return []
+
+    def pages_read(self, cached_length: Tensor) -> Tensor:
+        """All pages."""
+        return -(-cached_length // self.page_size)
+
+    def tokens_read(self, cached_length: Tensor, num_layers: int) -> Tensor:
+        """KV entries over all layers; same shape, fp32."""
+        return cached_length.float() * num_layers
+
+
+class SparseKVCache:
+    """Page-sparse decode: sink page, recent pages and the best of the rest within a budget that grows with length.
+
+    The first `dense_layers` layers and the prompt's prefill are dense. Selection is per KV head, layer and token.
+
+    Args:
+        budget: total pages as a function of the cached length.
+        selector: how pages are summarised and ranked.
+        page_size, block_size: tokens per page and per block; the paper's page is 16.
+        sink_pages, recent_pages: always kept; the open page is the last of the recent ones.
+        dense_layers: layers below this attend to everything.
+        backend: `gather` (any device), `flex` (FlexAttention, CUDA), `auto` picks by device.
+    """
+
+    def __init__(
+        self,
+        budget: BudgetSchedule,
+        selector: Selector,
+        page_size: int = 16,
+        block_size: int = 128,
+        sink_pages: int = 1,
+        recent_pages: int = 2,
+        dense_layers: int = 2,
+        backend: Literal["auto", "gather", "flex"] = "auto",
+    ) -> None:
+        _check_sizes(page_size, block_size)
+        if sink_pages < 0 or recent_pages < 1:
+            raise UserError(
+                f"kv_cache: sink_pages {sink_pages} must be >= 0 and recent_pages {recent_pages} >= 1 (the open page)"
+            )
+        self.page_size, self.block_size, self.backend = page_size, block_size, backend
+        self.pattern = SparsePattern(budget, selector, page_size, sink_pages, recent_pages, dense_layers)
+        smallest = int(budget.pages(torch.zeros((), dtype=torch.int64)))
+        if smallest < sink_pages + recent_pages:
+            raise UserError(
+                f"kv_cache.budget: {smallest} pages at length 0 do not hold the {sink_pages} sink and {recent_pages} "
+                "recent pages that are always kept"
+            )
+
+    def allocate(self, config: DecoderConfig, num_blocks: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Makes the pool of `num_blocks` blocks (and the null block), with landmarks for the sparse layers."""
+        sparse = range(self.pattern.dense_layers, config.num_layers)
+        marks = self.pattern.selector.landmarks_per_page
+        self.pool = PagePool(config, num_blocks, self.block_size, self.page_size, marks, sparse, device, dtype)
+        self.attention = decode_attention(self.backend, device, self.page_size, config.head_dim)
+
+    def release(self) -> None:
+        """Drops pages and landmarks."""
+        del self.pool
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copies one block of every layer, landmarks included."""
+        self.pool.copy_block(source, target, self.block_size)
+
+    def prefill(self, slots_T: Tensor, lengths: Sequence[int]) -> Attention:
+        """Dense causal attention over packed prompts that also fills their slots and landmarks."""
+        return Prefill(self.pool, slots_T, lengths, self.pattern.selector)
+
+    def decode(self, block_table_BN: Tensor, lengths_B: Tensor) -> Attention:
+        """Attention of one token per row: dense in the first layers, over the selected pages in the others."""
+        return self.attention(self.pool, self.block_size, block_table_BN, lengths_B, self.pattern)
+
+    def training(self, lengths: Sequence[int], prompt_lengths: Sequence[int], device: torch.device) -> Attention:
+        """The sparsity of decode for whole sequences, differentiable."""
+        return MaskedSparse(lengths, prompt_lengths, self.pattern)
+
+    def check(self, model_name: str, temperature: float) -> list[str]:
+        """What the schedule was calibrated for against this run: see `sparrow.components.budget.StepSchedule.check`."""
+        rule = self.pattern
+        return rule.budget.check(
+            rule.page_size,
+            rule.sink_pages,
+            rule.recent_pages,
+            rule.dense_layers,
+            model_name,
+            type(rule.selector).__name__,
+            temperature,
+        )
+
+    def pages_read(self, cached_length: Tensor) -> Tensor:
+        """The budget, or all pages where the sequence has no more."""
+        return torch.minimum(self.pattern.budget.pages(cached_length), -(-cached_length // self.page_size))
+
+    def tokens_read(self, cached_length: Tensor, num_layers: int) -> Tensor:
+        """KV entries over all layers; same shape, fp32. A landmark is the size of a key: half an entry."""
+        dense = min(self.pattern.dense_layers, num_layers)
+        pages = -(-cached_length // self.page_size)
+        kept = torch.minimum(self.pages_read(cached_length) * self.page_size, cached_length).float()
+        landmarks = pages * self.pattern.selector.landmarks_per_page / 2
+        scored = torch.where(self.pattern.budget.pages(cached_length) < pages, landmarks, 0.0)
+        return dense * cached_length.float() + (num_layers - dense) * (kept + scored)

@@ -1,0 +1,72 @@
+"""The memory of the paged KV cache: one pool of blocks, each made of whole pages, with landmarks per page.
+
+Axes: K KV heads, S slots (tokens) of the pool, D head dim, P pages of the pool, M landmarks per page, T tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparrow.models.decoder_config import DecoderConfig
+from sparrow.protocols import Selector
+
+NULL_BLOCK = 0  # Padding rows and the unused tail of block tables point here; no sequence owns it.
+
+
+class PagePool:
+    """Keys and values of every layer, [K, S, D] each; a slot is block * block_size + offset.
+
+    Args:
+        config: shape of the model.
+        num_blocks: blocks that sequences can own; one more is reserved as the null block.
+        block_size, page_size: tokens; a block is `block_size // page_size` consecutive pages.
+        landmarks_per_page: M, 0 for a pool without landmarks.
+        landmark_layers: the layers that keep landmarks.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        num_blocks: int,
+        block_size: int,
+        page_size: int,
+        landmarks_per_page: int,
+        landmark_layers: range,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> None:
+        assert block_size % page_size == 0
+        slots = (num_blocks + 1) * block_size
+        shape = (config.num_kv_heads, slots, config.head_dim)
+        layers = range(config.num_layers)
+        self.page_size = page_size
+        self.num_pages = slots // page_size
+        # Zeros, not empty: masked slots are still multiplied by a probability of 0, and 0 * NaN would spread.
+        self.keys_KSD = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
+        self.values_KSD = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
+        marks = (config.num_kv_heads, self.num_pages, landmarks_per_page, config.head_dim)
+        self.landmarks_KPMD = {i: torch.zeros(marks, device=device, dtype=dtype) for i in landmark_layers}
+
+    def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
+        """Stores the keys (after RoPE) and values of T tokens."""
+        self.keys_KSD[layer].index_copy_(1, slots_T, k_TKD.transpose(0, 1))
+        self.values_KSD[layer].index_copy_(1, slots_T, v_TKD.transpose(0, 1))
+
+    def update_landmarks(self, layer: int, pages_N: Tensor, selector: Selector) -> None:
+        """Recomputes the landmarks of the given pages.
+
+        Pages that are still open get a provisional value; it is rewritten when their last token arrives, before they
+        can become candidates.
+        """
+        keys = self.keys_KSD[layer].unflatten(1, (self.num_pages, self.page_size)).index_select(1, pages_N)
+        self.landmarks_KPMD[layer].index_copy_(1, pages_N, selector.landmarks(keys))
+
+    def copy_block(self, source: int, target: int, block_size: int) -> None:
+        """Copies one block of every layer, landmarks included."""
+        pages = block_size // self.page_size
+        for tensors, size in ((self.keys_KSD, block_size), (self.values_KSD, block_size)):
+            for tensor in tensors:
+                tensor[:, target * size : (target + 1) * size] = tensor[:, source * size : (source + 1) * size]
+        for marks in self.landmarks_KPMD.values():
+            marks[:, target * pages : (target + 1) * pages] = marks[:, source * pages : (source + 1) * pages]

@@ -1,0 +1,12 @@
+"""The one exception that a user is meant to read.
+
+Everything else that escapes a recipe is a bug and keeps its traceback; a `UserError` is printed as one line.
+"""
+
+
+class UserError(ValueError):
+    """Something the user can mend: says the value, the limit or the accepted values, and the key or file."""
+
+
+class Interrupted(Exception):
+    """The user asked to stop (Ctrl-C or SIGTERM); raised only where the run's state is consistent."""

@@ -1,0 +1,202 @@
+"""Loading and saving decoders as ordinary Hugging Face folders (config.json, safetensors, tokenizer files)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from sparrow.errors import UserError
+from sparrow.models.decoder import Decoder
+from sparrow.models.decoder_config import DecoderConfig, read_config, read_json, to_huggingface
+
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+_SHOWN_PROBLEMS = 4
+
+
+@dataclass(frozen=True)
+class _StoredTensor:
+    """Where a tensor stands, from the header of its file alone."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def load_decoder(path: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:
+    """Loads a Qwen3, Qwen2.5 or Llama checkpoint, one tensor at a time.
+
+    Args:
+        path: Hugging Face folder with config.json and model.safetensors, single or sharded with its index.
+        device: where the weights go; memory use on the host stays at one tensor when it is not the CPU.
+        dtype: what the weights are converted to.
+
+    Raises:
+        UserError: an unsupported model, or a missing, truncated or foreign file; says file, key and tensors.
+    """
+    folder = Path(path)
+    config = read_config(folder)
+    with torch.device("meta"):
+        model = Decoder(config)
+    stored = _stored_tensors(folder)
+    if config.tie_word_embeddings and _HEAD in stored:
+        _check_tied_head(stored)
+        del stored[_HEAD]
+    _check_tensors(folder, stored, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
+    model.load_state_dict(_read_tensors(stored, torch.device(device), dtype), assign=True)
+    return model
+
+
+def save_decoder(model: Decoder, path: Path | str, source: Path | str | None) -> None:
+    """Writes a folder that transformers' AutoModelForCausalLM and `load_decoder` read; see `save_weights`."""
+    save_weights(plain_state_dict(model), model.config, path, source)
+
+
+def save_weights(
+    state: Mapping[str, Tensor], config: DecoderConfig, path: Path | str, source: Path | str | None
+) -> None:
+    """Writes weights under plain names, config.json, and what `source` has of tokenizer and generation files.
+
+    Every file is written under a temporary name and renamed, the weights last, so that no reader meets half a file.
+
+    Args:
+        state: full (unsharded) tensors as `plain_state_dict` names them, saved in the dtype they have.
+        path: folder, made if need be; files of the same names are replaced.
+        source: folder the model came from, or a fresh model's tokenizer folder; None copies nothing.
+    """
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    token_ids = _token_ids(Path(source)) if source is not None else {}
+    if source is not None:
+        _copy_companions(Path(source), folder)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    hf_config = to_huggingface(config, tensors[_EMBEDDING].dtype, token_ids)
+    _write_then_rename(folder / "config.json", lambda file: file.write_text(json.dumps(hf_config, indent=2) + "\n"))
+    _write_then_rename(folder / _WEIGHTS, lambda file: save_file(tensors, file, metadata={"format": "pt"}))
+    # safetensors makes its files readable by their owner only, whatever the umask.
+    shutil.copymode(folder / "config.json", folder / _WEIGHTS)
+
+
+def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict under the names of an unwrapped decoder; the tensors are the model's own, not copies.
+
+    PEFT's LoRA renames a wrapped weight `q_proj.weight` to `q_proj.base_layer.weight` and adds `q_proj.lora_A...`
+    beside it. This mapping, the only one, undoes the renaming and leaves the adapter out.
+    """
+    plain = {}
+    for name, tensor in model.state_dict().items():
+        parts = name.split(".")
+        if not any(part.startswith("lora_") for part in parts):
+            plain[".".join(part for part in parts if part != "base_layer")] = tensor
+    return plain
+
+
+def _stored_tensors(folder: Path) -> dict[str, _StoredTensor]:
+    stored = {}
+    for file in _weight_files(folder):
+        with _open(file) as weights:
+            for name in weights.keys():  # noqa: SIM118 (not a mapping)
+                if not name.endswith("rotary_emb.inv_freq"):  # old Llama checkpoints store what RoPE recomputes
+                    header = weights.get_slice(name)
+                    stored[name] = _StoredTensor(file, tuple(header.get_shape()), header.get_dtype())
+    return stored
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / _WEIGHTS).is_file():
+        return [folder / _WEIGHTS]
+    index = folder / _INDEX
+    if not index.is_file():
+        raise UserError(f"{folder} holds neither {_WEIGHTS} nor {_INDEX}; other weight formats are not read")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index}: the key 'weight_map' is missing or empty")
+    return [folder / name for name in sorted(set(weight_map.values()))]
+
+
+def _open(file: Path) -> Any:
+    if not file.is_file():
+        raise UserError(f"{file} does not exist, though {_INDEX} lists it")
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise UserError(f"{file} is truncated or is no safetensors file ({error}); fetch it again") from None
+
+
+def _check_tied_head(stored: Mapping[str, _StoredTensor]) -> None:
+    """A file may repeat the embedding as head; a head of its own would be lost by tying it."""
+    if _EMBEDDING not in stored:
+        return
+    with _open(stored[_HEAD].file) as head_file, _open(stored[_EMBEDDING].file) as embedding_file:
+        if not torch.equal(head_file.get_tensor(_HEAD), embedding_file.get_tensor(_EMBEDDING)):
+            raise UserError(
+                f"{stored[_HEAD].file}: {_HEAD} differs from {_EMBEDDING}, but config.json has"
+                " tie_word_embeddings: true; set it to false"
+            )
+
+
+def _check_tensors(folder: Path, stored: Mapping[str, _StoredTensor], expected: Mapping[str, tuple[int, ...]]) -> None:
+    problems = [f"{name} is missing" for name in expected if name not in stored]
+    for name, found in stored.items():
+        if name not in expected:
+            problems.append(f"{name} is unexpected")
+        elif found.shape != expected[name]:
+            problems.append(f"{name} has shape {list(found.shape)}, config.json says {list(expected[name])}")
+        elif found.dtype not in _FLOAT_TYPES:
+            problems.append(f"{name} has dtype {found.dtype}, not one of {', '.join(_FLOAT_TYPES)}")
+    if problems:
+        more = f"; and {len(problems) - _SHOWN_PROBLEMS} more" if len(problems) > _SHOWN_PROBLEMS else ""
+        raise UserError(f"{folder}: the weights do not fit: {'; '.join(problems[:_SHOWN_PROBLEMS])}{more}")
+
+
+def _read_tensors(stored: Mapping[str, _StoredTensor], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = {}
+    for file in sorted({tensor.file for tensor in stored.values()}):
+        with _open(file) as weights:
+            for name in (name for name, tensor in stored.items() if tensor.file == file):
+                # A copy, because get_tensor may hand out a view of the mapped file, which can change under us.
+                state[name] = weights.get_tensor(name).to(device, dtype, copy=True)
+    return state
+
+
+def _token_ids(source: Path) -> dict[str, Any]:
+    """Special token ids for the new config.json; the folder of a fresh model's tokenizer has none."""
+    file = source / "config.json"
+    return read_json(file) if file.is_file() else {}
+
+
+def _copy_companions(source: Path, folder: Path) -> None:
+    for name in _COMPANIONS:
+        if (source / name).is_file():
+            _write_then_rename(folder / name, partial(shutil.copyfile, source / name))
+
+
+def _write_then_rename(file: Path, write: Callable[[Path], object]) -> None:
+    temporary = file.with_name(f".{file.name}.tmp")
+    write(temporary)
+    os.replace(temporary, file)

@@ -1,0 +1,108 @@
+"""The tokenizer of a Hugging Face folder: text to ids and back, chat template, end-of-sequence ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import AutoTokenizer
+
+from sparrow.errors import UserError
+from sparrow.models.decoder_config import read_json
+
+
+class Tokenizer:
+    """Wraps transformers' AutoTokenizer; reads local files only and runs no code of the checkpoint.
+
+    Attributes:
+        path: the folder, for messages.
+        eos_ids: every id that ends a sequence: the union of generation_config.json, config.json and tokenizer, sorted.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        """Loads the tokenizer of a folder.
+
+        Raises:
+            UserError: no folder, no tokenizer files, files that cannot be read, or no EOS token anywhere.
+        """
+        self.path = Path(path)
+        self._tokenizer = _load(self.path)
+        self.eos_ids: tuple[int, ...] = tuple(sorted(self._collect_eos_ids()))
+        if not self.eos_ids:
+            raise UserError(
+                f"{self.path}: no eos_token_id in generation_config.json or config.json, no eos_token in"
+                " tokenizer_config.json: nothing would end a response"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids the tokenizer knows; a model's embedding is often padded beyond it."""
+        return len(self._tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text` as it stands: no BOS, EOS or template is added.
+
+        Raises:
+            UserError: the vocabulary cannot express the text (character-level tokenizers).
+        """
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=False))
+        except Exception as error:
+            # The Rust library raises bare Exception, whose message names neither the character nor the file.
+            unknown = sorted(set(text) - self._tokenizer.get_vocab().keys())
+            if not unknown:
+                raise
+            raise UserError(f"{self.path}: no token for {', '.join(map(repr, unknown))} in {_excerpt(text)}") from error
+
+    def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
+        """Text of token ids; special tokens are written out unless `skip_special`."""
+        return str(
+            self._tokenizer.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
+        )
+
+    def apply_chat_template(self, messages: Sequence[dict[str, Any]], enable_thinking: bool | None) -> list[int]:
+        """Token ids of a conversation, up to and including the opening of the assistant's answer.
+
+        Args:
+            messages: dicts with `role` and `content`.
+            enable_thinking: passed on to the template (Qwen3 understands it); None leaves the template its default.
+
+        Raises:
+            UserError: the tokenizer has no chat template, or the template refuses the messages.
+        """
+        if not self._tokenizer.chat_template:
+            raise UserError(f"{self.path}: the tokenizer has no chat template; use prompts of plain text")
+        switches = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, **switches
+            )
+        except TemplateError as error:
+            raise UserError(f"{self.path}: the chat template refuses the messages: {error}") from error
+        return self.encode(str(text))
+
+    def _collect_eos_ids(self) -> set[int]:
+        ids = {self._tokenizer.eos_token_id}
+        for name in ("generation_config.json", "config.json"):
+            if (self.path / name).is_file():
+                value = read_json(self.path / name).get("eos_token_id")
+                ids.update(value if isinstance(value, list) else [value])
+        return ids - {None}
+
+
+def _load(path: Path) -> Any:
+    if not path.is_dir():
+        raise UserError(f"{path} is not a folder; a tokenizer is read from a local Hugging Face folder")
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise UserError(f"{path} holds no tokenizer.json, tokenizer.model or vocab.json")
+    try:
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        # transformers raises ValueError, OSError, KeyError or bare Exception here, depending on the broken file.
+        raise UserError(f"{path}: the tokenizer cannot be loaded: {error}") from error
+
+
+def _excerpt(text: str, limit: int = 60) -> str:
+    return repr(text if len(text) <= limit else text[:limit] + "...")

@@ -1,0 +1,105 @@
+"""The small interfaces that engine and training call; their implementations are chosen in YAML (sparrow.components).
+
+Axes: B decode rows, H query heads, K KV heads, G = H / K query heads per KV head, D head dim, P pages of a sequence,
+M landmark vectors per page, T packed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from sparrow.models.decoder_config import DecoderConfig
+
+
+class Attention(Protocol):
+    """Attention of one forward pass, called by each layer of the decoder after RoPE."""
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, /) -> Tensor:
+        """Returns the attention output [T, H, D], before the output projection."""
+        ...
+
+
+class BudgetSchedule(Protocol):
+    """How many KV pages a sparse layer may read, by cached length (paper, dynamic budget schedule)."""
+
+    @property
+    def max_pages(self) -> int:
+        """The largest budget the schedule can return; sizes the page lists."""
+        ...
+
+    def pages(self, cached_length: Tensor) -> Tensor:
+        """Total pages (sink, recent and selected together) for each cached length; same shape, int64."""
+        ...
+
+    def check(
+        self,
+        page_size: int,
+        sink_pages: int,
+        recent_pages: int,
+        dense_layers: int,
+        model_name: str,
+        selector: str,
+        temperature: float,
+    ) -> list[str]:
+        """Differences between the run and what the schedule was made for; UserError where they are not allowed."""
+        ...
+
+
+class Selector(Protocol):
+    """Ranks the pages of a sequence for a query from one or a few landmark vectors per page."""
+
+    landmarks_per_page: int
+
+    def landmarks(self, keys: Tensor) -> Tensor:
+        """Keys of complete pages [..., page, D] (after RoPE) to landmarks [..., M, D]."""
+        ...
+
+    def score(self, q_BKGD: Tensor, landmarks_BKPMD: Tensor, candidates_BP: Tensor) -> Tensor:
+        """Scores [B, K, P], fp32, larger is better; the caller ignores entries where `candidates_BP` is False."""
+        ...
+
+
+class KVCache(Protocol):
+    """Paged KV memory and the attention over it, in prefill, in decode and in a training forward."""
+
+    page_size: int
+    block_size: int
+
+    def allocate(self, config: DecoderConfig, num_blocks: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Makes the pool; blocks 1 to `num_blocks` can be owned, block 0 is the null block."""
+        ...
+
+    def release(self) -> None:
+        """Drops pages and landmarks: nothing computed with the weights of before may outlive a sync."""
+        ...
+
+    def copy_block(self, source: int, target: int) -> None: ...
+
+    def prefill(self, slots_T: Tensor, lengths: Sequence[int]) -> Attention:
+        """Dense causal attention over packed prompts, whose keys and values go to the given slots."""
+        ...
+
+    def decode(self, block_table_BN: Tensor, lengths_B: Tensor) -> Attention:
+        """Attention of one token per row; `lengths_B` counts it already, its key and value are written first."""
+        ...
+
+    def training(self, lengths: Sequence[int], prompt_lengths: Sequence[int], device: torch.device) -> Attention:
+        """The same sparsity as decode for packed whole sequences, differentiable; dense over each prompt."""
+        ...
+
+    def check(self, model_name: str, temperature: float) -> list[str]:
+        """Differences between run and calibration of the budget, to be printed; UserError where not allowed."""
+        ...
+
+    def pages_read(self, cached_length: Tensor) -> Tensor:
+        """Pages that a sparse layer reads to decode one token at each cached length; same shape, int64."""
+        ...
+
+    def tokens_read(self, cached_length: Tensor, num_layers: int) -> Tensor:
+        """KV entries read over all layers to decode one token, selection included; a key and a value are one entry."""
+        ...

@@ -1,0 +1,93 @@
+"""The batch of rollouts that travels through one training step.
+
+Axes: S sequences, T response tokens of all sequences packed one after the other, K the top-k set, E hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class RolloutBatch:
+    """S sampled sequences. The engine fills the first block, the recipe the rest, in the order of the step.
+
+    Attributes:
+        prompts: S lists of prompt token ids.
+        groups_S: index of the prompt each sequence answers, int64; the samples of a prompt share it.
+        samples_S: number of the sample within its group, int64.
+        lengths_S: response tokens per sequence, int64; sums to T.
+        tokens_T: sampled token ids, int64.
+        logprobs_T: log-prob of the token under the *sampling* distribution (temperature, top-k, top-p, min-p), fp32.
+        top_ids_TK, top_logprobs_TK: the K most probable tokens at that temperature before any truncation, fp32.
+        pages_T: KV pages that a sparse layer read to make this token (its budget, or all there are), int64.
+        hidden_TE: final hidden states that the head turned into logits, for the exact acceptance rate, or None.
+        terminated_S: True where the response ends with a token of the EOS set, False where it was cut.
+        version: the weights' version that generated it (`Engine.version`).
+        columns: per group, what the data set said besides the prompt (gold answer, ...), for the reward functions.
+        texts: S decoded responses, for rewards and the sample table; training never re-tokenises them.
+    """
+
+    prompts: list[list[int]]
+    groups_S: Tensor
+    samples_S: Tensor
+    lengths_S: Tensor
+    tokens_T: Tensor
+    logprobs_T: Tensor
+    top_ids_TK: Tensor
+    top_logprobs_TK: Tensor
+    pages_T: Tensor
+    terminated_S: Tensor
+    version: int
+    hidden_TE: Tensor | None = None
+    columns: list[dict[str, Any]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+
+    # Filled by the recipe.
+    rewards_S: Tensor | None = None
+    advantages_S: Tensor | None = None
+    dense_logprobs_T: Tensor | None = None
+    entropy_T: Tensor | None = None
+    alpha_T: Tensor | None = None
+    correction_T: Tensor | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.tokens_T.numel())
+
+    @property
+    def sequence_T(self) -> Tensor:
+        """Index of the sequence each response token belongs to, int64 [T]."""
+        return torch.repeat_interleave(torch.arange(self.num_sequences), self.lengths_S)
+
+    @property
+    def offsets_S(self) -> Tensor:
+        """Start of each sequence's slice of the T axis, int64 [S]."""
+        return self.lengths_S.cumsum(0) - self.lengths_S
+
+    @property
+    def response_position_T(self) -> Tensor:
+        """Position within the response, from 0, int64 [T]."""
+        return torch.arange(self.num_tokens) - self.offsets_S[self.sequence_T]
+
+    @property
+    def cached_length_T(self) -> Tensor:
+        """Tokens in the KV cache when this token was sampled (prompt and the response before it), int64 [T].
+
+        The one coordinate of budget schedule, calibration and acceptance bins.
+        """
+        prompt_S = torch.tensor([len(prompt) for prompt in self.prompts])
+        return prompt_S[self.sequence_T] + self.response_position_T
+
+    def slice_of(self, sequence: int) -> slice:
+        """The T slice of one sequence."""
+        start = int(self.offsets_S[sequence])
+        return slice(start, start + int(self.lengths_S[sequence]))

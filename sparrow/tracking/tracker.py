@@ -1,0 +1,96 @@
+"""What a tracker is, and the fan-out that keeps a failing one from stopping the training."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from sparrow.errors import UserError
+
+_log = logging.getLogger(__name__)
+
+
+class Tracker(Protocol):
+    """Receives a run's metrics and samples, on rank 0 only.
+
+    `start` and `log_samples` may be missing, so that torchtune's metric loggers, which have `log_dict` and `close`,
+    stand in the same list.
+    """
+
+    def start(self, run_dir: Path, config: dict[str, Any], run_id: str) -> None:
+        """Called once before anything is logged; `run_id` is that of the first start when the run is resumed."""
+        ...
+
+    def log_dict(self, metrics: Mapping[str, float], step: int) -> None:
+        """The metrics of one step; docs/metrics.md lists the names."""
+        ...
+
+    def log_samples(self, rows: list[dict[str, Any]], step: int) -> None:
+        """Some of the step's rollouts, each a flat dict (prompt, response, reward, ...)."""
+        ...
+
+    def close(self) -> None:
+        """Nothing is logged after this."""
+        ...
+
+
+class SafeTrackers:
+    """Fans out to several trackers; an exception in one is reported once, counted, and never reaches the caller.
+
+    Attributes:
+        failures: failed calls per tracker class. While there are any, `tracking/failures` is among the metrics.
+    """
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = list(trackers)
+        self.failures: Counter[str] = Counter()
+        self.run_id = ""
+
+    def start(self, run_dir: Path, config: dict[str, Any], run_id: str | None = None) -> None:
+        """Starts every tracker; `run_id` comes from `state_dict` of the interrupted run, None makes a new one.
+
+        A tracker that cannot start is left out. Raises UserError where the user can mend it.
+        """
+        self.run_id = run_id or uuid.uuid4().hex[:12]
+        self._trackers = [t for t in self._trackers if self._call(t, "start", run_dir, config, self.run_id)]
+
+    def log_dict(self, metrics: Mapping[str, float], step: int) -> None:
+        if failures := self.failures.total():
+            metrics = {**metrics, "tracking/failures": failures}
+        for tracker in self._trackers:
+            self._call(tracker, "log_dict", metrics, step)
+
+    def log_samples(self, rows: list[dict[str, Any]], step: int) -> None:
+        for tracker in self._trackers:
+            self._call(tracker, "log_samples", rows, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the checkpoint: {"run_id": ...}."""
+        return {"run_id": self.run_id}
+
+    def close(self) -> None:
+        for tracker in self._trackers:
+            self._call(tracker, "close")
+        for name, count in self.failures.items():
+            _log.warning("%s failed %d times in this run", name, count)
+
+    def _call(self, tracker: Tracker, method: str, *args: Any) -> bool:
+        """Whether it went well."""
+        function = getattr(tracker, method, None)
+        if function is None:
+            return True
+        try:
+            function(*args)
+        except Exception as error:
+            if isinstance(error, UserError) and method == "start":
+                raise
+            name = type(tracker).__name__
+            self.failures[name] += 1
+            if self.failures[name] == 1:
+                _log.warning("%s.%s failed, training goes on: %s: %s", name, method, type(error).__name__, error)
+            return False
+        return True

@@ -1,0 +1,80 @@
+"""Weights & Biases, offline unless asked otherwise."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from sparrow.errors import UserError
+
+
+class WandbTracker:
+    """Scalars over `global_step`, and one table `samples` that grows by rows each time.
+
+    Nothing leaves the machine with mode "offline"; `wandb sync` uploads the run's folder later. The environment
+    variable WANDB_MODE wins over `mode`. A resumed run keeps its id, so that its parts merge into one curve.
+
+    Args:
+        project: W&B project.
+        name: display name of the run; W&B invents one where it is None.
+        mode: online, offline or disabled.
+        max_characters: longer texts in the sample table lose their middle.
+    """
+
+    def __init__(
+        self,
+        project: str,
+        name: str | None = None,
+        mode: Literal["online", "offline", "disabled"] = "offline",
+        max_characters: int = 4000,
+    ) -> None:
+        if max_characters < 1:
+            raise UserError(f"WandbTracker: max_characters must be at least 1, got {max_characters}")
+        self._project = project
+        self._name = name
+        self._mode = mode
+        self._max_characters = max_characters
+        self._table: Any = None
+
+    def start(self, run_dir: Path, config: dict[str, Any], run_id: str) -> None:
+        # A second of import that only runs with W&B should pay for.
+        import wandb
+
+        run_dir.mkdir(parents=True, exist_ok=True)
+        mode: Any = os.environ.get("WANDB_MODE", self._mode)
+        self._run = wandb.init(
+            project=self._project, name=self._name, id=run_id, resume="allow", mode=mode, dir=run_dir, config=config
+        )
+        # W&B's own step only grows: a resumed run that repeats steps would lose them.
+        self._run.define_metric("*", step_metric="global_step")
+        self._table_class: Any = wandb.Table
+
+    def log_dict(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log({**metrics, "global_step": step})
+
+    def log_samples(self, rows: list[dict[str, Any]], step: int) -> None:
+        """The columns are those of the first row ever logged."""
+        if not rows:
+            return
+        if self._table is None:
+            self._table = self._table_class(columns=["step", *rows[0]], log_mode="INCREMENTAL")
+        for row in rows:
+            self._table.add_data(step, *(self._cell(row.get(name)) for name in self._table.columns[1:]))
+        self._run.log({"samples": self._table, "global_step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+    def _cell(self, value: Any) -> Any:
+        return shorten(value, self._max_characters) if isinstance(value, str) else value
+
+
+def shorten(text: str, most: int) -> str:
+    """`text` with its middle replaced by a count once it is longer than `most` characters."""
+    if len(text) <= most:
+        return text
+    head = most // 2
+    tail = most - head
+    return f"{text[:head]} [... {len(text) - most} characters ...] {text[len(text) - tail :]}"

@@ -1,0 +1,62 @@
+"""Data parallelism by hand: gradients are summed, figures are gathered. Each call is the identity in a single process.
+
+All functions are collective: every rank calls them, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def rank() -> int:
+    """This process's number, 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of processes, 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Adds up each gradient over the ranks; a sum, because losses are divided by the whole step's totals already."""
+    if not dist.is_initialized():
+        return
+    for parameter in parameters:
+        if parameter.grad is None:  # A rank without tokens still has to take part.
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad)
+
+
+def sum_values(values: dict[str, float]) -> dict[str, float]:
+    """Sums each value over the ranks; a rank without tokens may lack keys."""
+    total: dict[str, float] = {}
+    for part in gather_objects(values):
+        for key, value in part.items():
+            total[key] = total.get(key, 0.0) + value
+    return total
+
+
+def gather(values: Tensor) -> Tensor:
+    """Concatenates a CPU tensor of any length over the ranks, in rank order."""
+    return torch.cat(gather_objects(values))
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """One picklable object per rank, in rank order."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def barrier() -> None:
+    """Waits for all ranks."""
+    if dist.is_initialized():
+        dist.barrier()

@@ -1,0 +1,156 @@
+"""Scoring of packed tokens chunk by chunk, so that logits of shape [tokens, vocabulary] are never held whole.
+
+A response of 32K tokens over a vocabulary of 151K would need 20 GB of fp32 logits; a chunk of 1,024 needs 0.6 GB.
+
+Axes: N scored tokens (all of them, or those of one chunk), E hidden size, V vocabulary, K top-k set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from sparrow.errors import UserError
+
+Head = Callable[[Tensor], Tensor]
+
+# Differences of log-probs are clamped to +-20 before exp (as in verl): finite in every dtype, far outside any bound.
+LOG_RATIO_LIMIT = 20.0
+
+
+@dataclass
+class DenseScores:
+    """What the dense policy says about the sampled tokens, without gradient; all fp32 but the ids.
+
+    Attributes:
+        logprobs_N: log-prob of the sampled token at the sampling temperature.
+        entropy_N: entropy of the whole distribution, in nats.
+        top_ids_NK, top_logprobs_NK: the K most probable tokens, most probable first; K <= V.
+        alpha_exact_N: exact per-token acceptance rate; None without the rollout's hidden states.
+    """
+
+    logprobs_N: Tensor
+    entropy_N: Tensor
+    top_ids_NK: Tensor
+    top_logprobs_NK: Tensor
+    alpha_exact_N: Tensor | None
+
+
+def token_logprobs(
+    hidden_NE: Tensor, head: Head, targets_N: Tensor, temperature: float, chunk_size: int = 1024
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of the targets with gradient; the logits of a chunk are recomputed in its backward.
+
+    For the same hidden states and chunk size the values are bit-identical to those of `score_tokens`, so that the
+    on-policy ratio is exactly 1.
+
+    Args:
+        hidden_NE: final hidden states.
+        head: hidden states to fp32 logits; must be deterministic, because it runs again in the backward.
+        targets_N: sampled token ids, int64.
+        temperature: sampling temperature, > 0 (the log-prob is that of the sampling distribution).
+        chunk_size: tokens whose logits are held at a time.
+
+    Returns:
+        logprobs_N with gradient, entropy_N (nats) without.
+
+    Raises:
+        UserError: temperature is not a positive number.
+    """
+    _check_temperature(temperature)
+    logprobs, entropies = [], []
+    for rows in _chunks(hidden_NE.shape[0], chunk_size):
+        logprobs_N, entropy_N = checkpoint(
+            _target_scores,
+            hidden_NE[rows],
+            head,
+            targets_N[rows],
+            temperature,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        logprobs.append(logprobs_N)
+        entropies.append(entropy_N)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+@torch.no_grad()
+def score_tokens(
+    hidden_NE: Tensor,
+    head: Head,
+    targets_N: Tensor,
+    temperature: float,
+    top_k: int,
+    sparse_hidden_NE: Tensor | None = None,
+    chunk_size: int = 1024,
+) -> DenseScores:
+    """Everything a step wants to know of the dense distributions, in one pass over the head and without gradient.
+
+    Args:
+        hidden_NE: final hidden states of the dense policy.
+        head, targets_N, temperature, chunk_size: as in `token_logprobs`.
+        top_k: size of the top-k set; cut to the vocabulary's size.
+        sparse_hidden_NE: the rollout's final hidden states for the same tokens, on any device and in any float dtype;
+            moved chunk by chunk and put through the same head, they give the exact acceptance rate.
+
+    Raises:
+        UserError: temperature is not a positive number.
+    """
+    _check_temperature(temperature)
+    columns: list[list[Tensor]] = [[], [], [], []]
+    alphas: list[Tensor] = []
+    for rows in _chunks(hidden_NE.shape[0], chunk_size):
+        logprobs_NV = _log_softmax(hidden_NE[rows], head, temperature)
+        top = logprobs_NV.topk(min(top_k, logprobs_NV.shape[-1]))
+        parts = (*_pick(logprobs_NV, targets_N[rows]), top.indices, top.values)
+        for column, part in zip(columns, parts, strict=True):
+            column.append(part)
+        if sparse_hidden_NE is not None:
+            sparse_NV = _log_softmax(sparse_hidden_NE[rows].to(hidden_NE), head, temperature)
+            alphas.append(alpha_exact(sparse_NV, logprobs_NV))
+    logprobs_N, entropy_N, top_ids_NK, top_logprobs_NK = (torch.cat(column) for column in columns)
+    return DenseScores(logprobs_N, entropy_N, top_ids_NK, top_logprobs_NK, torch.cat(alphas) if alphas else None)
+
+
+def alpha_exact(logprobs_sparse_NV: Tensor, logprobs_dense_NV: Tensor) -> Tensor:
+    """Per-token acceptance rate [N] = sum_v min(p_sparse, p_dense), in [0, 1] (arXiv 2606.08446, acceptance rate).
+
+    Computed as its equal 1 - TV = 1 - sum_v |p_sparse - p_dense| / 2: both are symmetric, but this one is exactly 1
+    for equal distributions, where the sum of V rounded probabilities is off by about 1e-6. NaN stays NaN.
+    """
+    total_variation_N = (logprobs_sparse_NV.exp() - logprobs_dense_NV.exp()).abs().sum(-1) / 2
+    return (1 - total_variation_N).clamp(0, 1)
+
+
+def _target_scores(hidden_NE: Tensor, head: Head, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    return _pick(_log_softmax(hidden_NE, head, temperature), targets_N)
+
+
+def _log_softmax(hidden_NE: Tensor, head: Head, temperature: float) -> Tensor:
+    logits_NV = head(hidden_NE)
+    assert logits_NV.dtype in (torch.float32, torch.float64), f"the head returned {logits_NV.dtype} logits"
+    return torch.log_softmax(logits_NV / temperature, dim=-1)
+
+
+def _pick(logprobs_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-prob of the target and entropy of the row."""
+    logprobs_N = logprobs_NV.gather(-1, targets_N[:, None]).squeeze(-1)
+    # After the gather, so that the recomputation in the backward stops before it.
+    with torch.no_grad():
+        entropy_N = torch.special.entr(logprobs_NV.exp()).sum(-1)
+    return logprobs_N, entropy_N
+
+
+def _chunks(num_tokens: int, chunk_size: int) -> list[slice]:
+    """Slices over the tokens; one empty slice for none, so that a dummy micro-batch still has a graph."""
+    assert chunk_size > 0, chunk_size
+    return [slice(start, min(start + chunk_size, num_tokens)) for start in range(0, max(num_tokens, 1), chunk_size)]
+
+
+def _check_temperature(temperature: float) -> None:
+    if not 0 < temperature < float("inf"):
+        raise UserError(f"temperature {temperature} has no log-probs: training needs a finite temperature > 0")

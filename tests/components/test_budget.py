@@ -1,0 +1,206 @@
+"""Budget schedules against the paper's tables, written out here once more in their compressed notation."""
+
+from __future__ import annotations
+
+import importlib.resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparrow.components.budget import FixedBudget, StepSchedule, read_schedule
+from sparrow.errors import UserError
+
+# Released tables of arXiv 2606.08446; 8B 0.86 with 384 for the misprinted 388.
+TABLES = {
+    "qwen3-1.7b-0.75": "32×2 48×2 64×2 80×2 96×12",
+    "qwen3-1.7b-0.80": "32 48 64 80 96×2 128×3 160×11",
+    "qwen3-1.7b-0.86": "32 64 96×2 128 160 192 224×2 256×11",
+    "qwen3-1.7b-0.92": "64 128 192 224 256 320 384×2 448 512×11",
+    "qwen3-4b-0.75": "32×4 48 64 80 96 128×4 160×6 192×2",
+    "qwen3-4b-0.80": "32×2 48 64 80 96 128 160×3 192 224×9",
+    "qwen3-4b-0.86": "32 48 64 80 96 128 160 224 256×2 320×4 384×4 512×2",
+    "qwen3-4b-0.92": "48 96 160 192 256 384 448 768 896 1024×2 1152×9",
+    "qwen3-8b-0.75": "32×3 48×2 80×3 96×4 128×6 160×2",
+    "qwen3-8b-0.80": "32×2 48 64 80 96 128×2 160×2 192×3 224×4 256×3",
+    "qwen3-8b-0.86": "32 48 64 80 128 160 192 256×4 320×6 384 448×2",
+    "qwen3-8b-0.92": "48 96 128 192 256 448 512 640 768×3 896×5 1024×4",
+    "qwen3-14b-0.86": "32 48 80 128 256 384×10 512 640×2 896×2",
+}
+THE_RUN: dict[str, Any] = {
+    "page_size": 16,
+    "sink_pages": 1,
+    "recent_pages": 2,
+    "dense_layers": 2,
+    "model_name": "Qwen3-4B",
+    "selector": "CentroidSelector",
+}
+
+
+def expand(text: str) -> list[int]:
+    words = [word.partition("×") for word in text.split()]
+    return [int(pages) for pages, _, times in words for _ in range(int(times or 1))]
+
+
+def edited(tmp_path: Path, **changes: Any) -> str:
+    """A copy of the 4B schedule with some keys changed, or removed where the value is None."""
+    released = read_schedule("qwen3-4b-0.86")
+    node = {key: value for key, value in (vars(released) | changes).items() if value is not None}
+    file = tmp_path / "edited.yaml"
+    file.write_text(yaml.safe_dump(node))
+    return str(file)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_packaged_schedule_is_the_released_table(name: str) -> None:
+    schedule = StepSchedule(name)
+    entries = expand(TABLES[name])
+    assert len(entries) == 20
+    lengths = torch.arange(0, 60_000, 125)
+    expected = torch.tensor([entries[min(int(length) // 2000, 19)] for length in lengths])
+    assert torch.equal(schedule.pages(lengths), expected)
+    assert schedule.max_pages == max(entries)
+    model, _, tau = name.rpartition("-")
+    assert schedule.provenance is not None
+    assert (schedule.provenance.model, schedule.provenance.tau) == (model, float(tau))
+    assert (schedule.provenance.source, schedule.provenance.estimator) == ("released", "top_20")
+
+
+def test_every_packaged_schedule_is_listed_here_or_says_it_is_borrowed() -> None:
+    folder = importlib.resources.files("sparrow.recipes").joinpath("configs", "schedules")
+    names = {Path(file.name).stem for file in folder.iterdir()}
+    assert names == {*TABLES, "qwen3-0.6b-0.86"}
+    borrowed = read_schedule("qwen3-0.6b-0.86")
+    assert borrowed.source == "borrowed from qwen3-1.7b, not calibrated"
+    assert borrowed.pages == read_schedule("qwen3-1.7b-0.86").pages
+
+
+def test_edges_of_the_bins() -> None:
+    schedule = StepSchedule(pages=[4, 6, 6, 9], bin_width=100)
+    lengths = torch.tensor([[0, 99, 100], [299, 300, 10**9]], dtype=torch.int32)
+    pages = schedule.pages(lengths)
+    assert pages.tolist() == [[4, 4, 6], [6, 9, 9]]
+    assert pages.dtype == torch.int64
+
+
+@given(
+    entries=st.lists(st.integers(1, 2000), min_size=1, max_size=30),
+    bin_width=st.integers(1, 5000),
+    lengths=st.lists(st.integers(0, 200_000), max_size=50),
+)
+def test_any_monotone_schedule_looks_up_its_bin(entries: list[int], bin_width: int, lengths: list[int]) -> None:
+    entries.sort()
+    schedule = StepSchedule(pages=entries, bin_width=bin_width)
+    expected = [entries[min(length // bin_width, len(entries) - 1)] for length in lengths]
+    assert schedule.pages(torch.tensor(lengths, dtype=torch.int64)).tolist() == expected
+
+
+def test_fixed_budget() -> None:
+    budget = FixedBudget(pages=256)
+    pages = budget.pages(torch.tensor([0, 5, 10**6], dtype=torch.int32))
+    assert (pages.tolist(), pages.dtype, budget.max_pages) == ([256] * 3, torch.int64, 256)
+    assert budget.check(**THE_RUN) == []
+    with pytest.raises(UserError, match="2, fewer than the 3 sink and recent"):
+        FixedBudget(pages=2).check(**THE_RUN)
+
+
+@pytest.mark.parametrize("pages", [0, -3, True, 2.0])
+def test_fixed_budget_refuses(pages: Any) -> None:
+    with pytest.raises(UserError, match="FixedBudget: pages must be a whole number"):
+        FixedBudget(pages=pages)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({}, "exactly one of"),
+        ({"path": "qwen3-4b-0.86", "pages": [3]}, "exactly one of"),
+        ({"path": "qwen3-4b-0.86", "bin_width": 100}, "brings its own"),
+        ({"pages": []}, "pages is empty"),
+        ({"pages": [3, 4], "bin_width": 0}, "bin_width must be a whole number"),
+        ({"pages": [8, 8, 7], "bin_width": 50}, r"pages\[2\] \(from cached length 100\) is 7, below the 8"),
+        ({"pages": [8, 0]}, r"pages\[1\] \(from cached length 2000\) must be a whole number of at least 1, got 0"),
+        ({"path": "qwen3-4b-0.68"}, "no schedule is called 'qwen3-4b-0.68', did you mean 'qwen3-4b-0.86'"),
+        ({"path": "nowhere/at_all.yaml"}, "nowhere/at_all.yaml: not readable as YAML"),
+    ],
+)
+def test_arguments_that_are_refused(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        StepSchedule(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pagse": [3]}, "unknown key 'pagse', did you mean 'pages'"),
+        ({"sink_pages": None, "tau": None}, "missing tau, sink_pages"),
+        ({"pages": [32, 48.5] + [64] * 18}, r"pages\[1\] \(from cached length 2000\) .* got 48.5"),
+        ({"pages": "32 48"}, "pages must be a list"),
+        ({"pages": [32] * 19}, "a released schedule has 20 entries, this has 19"),
+        ({"pages": [64] * 19 + [48]}, r"pages\[19\] \(from cached length 38000\) is 48, below the 64"),
+        ({"tau": 1.5}, "tau must be a number above 0 and at most 1.0, got 1.5"),
+        ({"temperature": True}, "temperature must be a number"),
+        ({"estimator": "top20"}, "estimator must be one of top_20, exact, got 'top20'"),
+        ({"dense_layers": -1}, "dense_layers must be a whole number of at least 0, got -1"),
+        ({"model": 4}, "model must be a name, got 4"),
+    ],
+)
+def test_files_that_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    file = edited(tmp_path, **changes)
+    with pytest.raises(UserError, match=message) as error:
+        StepSchedule(file)
+    assert file in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["- 1\n- 2\n", "pages: [1\n", "model: a\nmodel: b\n", "\tx"])
+def test_broken_yaml_names_the_file(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "broken.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=r"broken\.yaml"):
+        StepSchedule(str(file))
+
+
+def test_dips_and_other_lengths_where_they_are_allowed(tmp_path: Path) -> None:
+    file = edited(tmp_path, pages=[9, 7, 8], source="calibrated here")
+    assert StepSchedule(file, allow_dips=True).max_pages == 9
+
+
+def test_matching_run_passes_and_each_difference_is_refused_or_listed() -> None:
+    name = "qwen3-4b-0.86"
+    assert StepSchedule(name).check(**THE_RUN, temperature=1.0) == []
+    assert StepSchedule(name).check(**THE_RUN | {"model_name": "/models/Qwen3-4B/", "selector": "centroid"}) == []
+    for key, value in {
+        "page_size": 8,
+        "sink_pages": 0,
+        "recent_pages": 3,
+        "dense_layers": 0,
+        "model_name": "qwen3-8b",
+        "selector": "HeadSoftmaxSelector",
+        "temperature": 0.6,
+    }.items():
+        with pytest.raises(UserError, match=f"schedule {name}: .*allow_foreign"):
+            StepSchedule(name).check(**THE_RUN | {key: value})
+        differences = StepSchedule(name, allow_foreign=True).check(**THE_RUN | {key: value})
+        assert len(differences) == 1
+        assert differences[0].startswith(key.removesuffix("_name"))
+
+
+def test_names_in_a_file_may_be_spelt_as_the_checkpoint_and_the_class_are(tmp_path: Path) -> None:
+    file = edited(tmp_path, model="Qwen3-4B", selector="CentroidSelector")
+    assert StepSchedule(file).check(**THE_RUN) == []
+
+
+def test_inline_entries_have_no_provenance_to_differ() -> None:
+    schedule = StepSchedule(pages=[3, 5])
+    assert schedule.check(**THE_RUN | {"model_name": "anything"}) == []
+    with pytest.raises(UserError, match=r"pages\[0\] is 3, fewer than the 6"):
+        schedule.check(**THE_RUN | {"sink_pages": 4})
+
+
+def test_reserved_pages_are_no_matter_of_provenance() -> None:
+    with pytest.raises(UserError, match=r"pages\[0\] is 32, fewer than the 41"):
+        StepSchedule("qwen3-4b-0.86", allow_foreign=True).check(**THE_RUN | {"recent_pages": 40})

@@ -1,0 +1,57 @@
+"""What all tests share: one thread (the machines have few cores), no deadlines, skips with their reasons."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile("sparrow", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("sparrow")
+torch.set_num_threads(1)
+
+TOY_PART = """\
+from dataclasses import dataclass
+
+
+@dataclass
+class Part:
+    width: int
+"""
+
+TOY_CONFIG = """\
+# A toy
+recipe: toy_recipe.py
+nested: {size: 3}
+part: {_component_: toy_part.Part, width: 2}
+"""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restores what a program that runs one recipe and ends may change."""
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "toy_part", raising=False)
+
+
+@pytest.fixture
+def toy(tmp_path: Path, program: None, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of a user with a recipe, a component and a config of their own."""
+    shutil.copy(Path(__file__).with_name("toy_recipe.py"), tmp_path)
+    (tmp_path / "toy_part.py").write_text(TOY_PART)
+    (tmp_path / "toy.yaml").write_text(TOY_CONFIG)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

@@ -1,0 +1,120 @@
+"""What users get wrong: one clear line each, exit code 2, nothing lost."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from sparrow.recipes import sparrow_grpo, sparrow_sft
+
+from .conftest import HERE, metrics
+
+PARTS = """
+import math
+import torch
+from sparrow.components.loss import ClippedSurrogate, LossOutput
+
+def short(completions, **columns):
+    return [1.0]
+
+class NanLoss:
+    def __call__(self, inputs):
+        output = ClippedSurrogate()(inputs)
+        return LossOutput(output.loss_T * math.nan, output.metrics)
+
+class NanOnce:
+    calls = 0
+    def __call__(self, inputs):
+        NanOnce.calls += 1
+        output = ClippedSurrogate()(inputs)
+        return LossOutput(output.loss_T * (math.nan if NanOnce.calls == 1 else 1.0), output.metrics)
+"""
+
+
+@pytest.fixture
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of the user's own components."""
+    name = f"parts_{abs(hash(str(tmp_path)))}"
+    (tmp_path / f"{name}.py").write_text(PARTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], *words: str) -> None:
+    capsys.readouterr()
+    assert sparrow_grpo.main(arguments) == 2
+    errors = capsys.readouterr().err
+    lines = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, errors
+    for word in words:
+        assert word in lines[0], (word, lines[0])
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("prompts_per_stp=3", ["prompts_per_stp", "prompts_per_step"]),
+        ("minibatches=many", ["minibatches", "many", "int"]),
+        ("kv_cache._component_=sparrow.components.kv_cache.SparsKVCache", ["SparsKVCache", "SparseKVCache"]),
+        ("kv_cache.pagesize=4", ["pagesize", "page_size"]),
+        ("kv_cache.page_size=5", ["block_size 16", "page_size 5"]),
+        ("kv_cache.budget.pages=[2]", ["2", "sink", "recent"]),
+        ("num_samples=1", ["num_samples", "1"]),
+        ("sampling.temperature=0.0", ["sampling.temperature", "greedy"]),
+        ("prompts_per_step=0", ["prompts_per_step", "0"]),
+        ("engine.kv_tokens=32", ["engine.kv_tokens", "32"]),
+        ("device=tpu", ["device", "tpu"]),
+        ("model=nowhere", ["nowhere", "does not exist"]),
+        ("resume=nowhere", ["resume", "nowhere"]),
+        ("aggregation.mode=mean", ["mean", "token-mean"]),
+        ("correction.upper=0.5", ["upper", "0.5"]),
+    ],
+)
+def test_a_bad_value_is_named(arguments, capsys, override, words):
+    refused(arguments(override), capsys, *words)
+
+
+def test_a_schedule_of_another_model(arguments, capsys):
+    schedule = "kv_cache.budget={_component_: sparrow.components.budget.StepSchedule, path: qwen3-4b-0.86}"
+    refused(arguments(schedule), capsys, "qwen3-4b", "page_size", "allow_foreign")
+
+
+def test_a_truncated_checkpoint(arguments, checkpoint, tmp_path, capsys):
+    broken = tmp_path / "broken"
+    shutil.copytree(checkpoint, broken)
+    data = (broken / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(data[: len(data) // 2])
+    refused(arguments(f"model={broken}"), capsys, "model.safetensors", "truncated")
+
+
+def test_an_empty_data_set(arguments, tmp_path, capsys):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    data = f"data={{_component_: sparrow.components.data.JsonlPrompts, path: {tmp_path / 'empty.jsonl'}}}"
+    refused(arguments(data), capsys, "empty.jsonl", "no examples")
+
+
+def test_a_reward_of_the_wrong_length(arguments, parts, capsys):
+    refused(arguments(f"reward.0.function={parts}.short"), capsys, "short", "1 values for")
+
+
+def test_a_loss_that_is_never_finite_ends_the_run(arguments, parts, tmp_path, capsys):
+    capsys.readouterr()
+    overrides = [f"loss={{_component_: {parts}.NanLoss}}", "steps=5", "max_nonfinite_steps=2", "checkpoint_every=1"]
+    assert sparrow_grpo.main(arguments(*overrides)) == 2
+    errors = capsys.readouterr().err
+    assert errors.count("warning: step") == 2 and "loss nan" in errors
+    assert "error: 2 steps in a row were not finite (max_nonfinite_steps 2)" in errors
+    assert [row.get("update/skipped") for row in metrics(tmp_path / "run")] == [None, 1.0]
+
+
+def test_one_loss_that_is_not_finite_is_skipped(arguments, parts, tmp_path):
+    assert sparrow_grpo.main(arguments(f"loss={{_component_: {parts}.NanOnce}}", "steps=2")) == 0
+    assert [row.get("update/skipped") for row in metrics(tmp_path / "run")] == [None, 1.0, 0.0]
+
+
+def test_a_warm_up_of_another_alphabet(tmp_path, capsys):
+    arguments = ["--config", str(HERE / "mini_sft.yaml"), f"output_dir={tmp_path}", "fresh.decoder.vocab_size=7"]
+    assert sparrow_sft.main(arguments) == 2
+    assert "fresh.decoder.vocab_size: 7, the alphabet has 72" in capsys.readouterr().err

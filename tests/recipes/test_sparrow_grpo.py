@@ -1,0 +1,170 @@
+"""The whole loop on a mini model: real files, real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sparrow.recipes import sparrow_grpo
+
+from .conftest import metrics
+
+TIMES = ("time/", "tokens_per_second")
+LORA = [
+    "distiller._component_=sparrow.components.distiller.LoRADistiller",
+    "distiller.learning_rate=0.001",
+    "distiller.rank=4",
+]
+
+
+def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoints" / f"step_{step:06d}" / "model" / "model.safetensors")
+
+
+def without_times(rows):
+    return [{key: value for key, value in row.items() if not key.startswith(TIMES)} for row in rows]
+
+
+def test_reward_goes_up_from_sparse_rollouts(grpo, tmp_path, capsys):
+    rows = grpo("steps=15", "prompts_per_step=8", "num_samples=8", "engine.max_rows=64", "engine.kv_tokens=8192")
+    rewards = [row["reward"] for row in rows if "reward" in row]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
+    assert rows[-1]["val/mean@1"] > rows[0]["val/mean@1"] + 0.1
+    assert all(row["budget/kv_read_ratio"] < 0.95 for row in rows[1:]), "the schedule drops pages"
+    printed = capsys.readouterr().out
+    for word in ("learnt", "saved", "tail", "run.png", "step_000015/model"):
+        assert word in printed
+    assert (tmp_path / "run" / "run.png").stat().st_size > 10_000
+    assert (tmp_path / "run" / "samples.jsonl").read_text().count("\n") == 15 * 2
+
+
+def test_what_a_step_logs(grpo):
+    row = grpo("steps=1")[1]
+    # On the first update the policy is the one whose log-probs are the old ones, by the same forward: exactly 1.
+    assert row["policy/ratio_error"] == 0.0
+    assert row["update/skipped"] == 0.0 and row["grad_norm"] > 0
+    for name in (
+        "acceptance/p5", "acceptance/mean", "acceptance/floor_p5", "acceptance/top_k_p5", "acceptance/tau",
+        "acceptance/p5_bin/32", "sampling/importance_sampling_ratio/mean", "rollout_corr/kl", "rollout_corr/ess",
+        "engine/logprob_diff_mean", "clip_ratio/low", "clip_ratio/high", "completions/mean_length",
+        "completions/clipped_ratio", "budget/mean_pages", "reward_std", "frac_reward_zero_std", "entropy", "lr",
+    ):  # fmt: skip
+        assert name in row, name
+    assert 0 < row["acceptance/p5"] < 1
+
+
+def test_dense_rollouts_are_accepted_and_agree_with_the_trainer(grpo):
+    row = grpo("steps=1", "kv_cache._component_=sparrow.components.kv_cache.DenseKVCache", "kv_cache.page_size=4")[1]
+    assert row["acceptance/p5"] > 0.999
+    assert row["engine/logprob_diff_max"] < 1e-3
+    assert row["budget/kv_read_ratio"] == 1.0
+
+
+def test_four_steps_are_two_and_two_bit_for_bit(grpo, tmp_path):
+    whole = grpo("steps=4", *LORA, name="whole")
+    grpo("steps=2", *LORA, name="parts")
+    parts = grpo("steps=4", *LORA, "resume=auto", name="parts")
+    assert without_times(whole)[1:] == without_times(parts)[1:], "validation differs: the last step of each part has one"
+    one, other = weights(tmp_path / "whole", 4), weights(tmp_path / "parts", 4)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    states = [
+        torch.load(tmp_path / name / "checkpoints" / "step_000004" / "state.pt", weights_only=True)
+        for name in ("whole", "parts")
+    ]
+    adapters = [state["distiller"]["adapter"] for state in states]
+    assert all(torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[0])
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+def test_an_update_does_not_depend_on_the_micro_batches(grpo, tmp_path, aggregation):
+    common = ["steps=1", f"aggregation.mode={aggregation}", "optimizer._component_=torch.optim.SGD", "optimizer.lr=1.0"]
+    grpo(*common, "micro_batch_tokens=100000", name="one")
+    grpo(*common, "micro_batch_tokens=100", name="many")
+    one, many = weights(tmp_path / "one", 1), weights(tmp_path / "many", 1)
+    for name in one:
+        torch.testing.assert_close(one[name], many[name], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["loss._component_=sparrow.components.loss.grpo", "aggregation.mode=seq-mean-token-mean"],
+        [
+            "loss._component_=sparrow.components.loss.dr_grpo",
+            "advantage.normalize_std=false",
+            "aggregation.mode=seq-mean-token-sum-norm",
+            "aggregation.max_length=48",
+        ],
+        ["loss._component_=sparrow.components.loss.dapo", "advantage.zero_variance=drop", "minibatches=2"],
+        ["loss._component_=sparrow.components.loss.GSPO", "correction.level=sequence", "correction.mode=mask"],
+        ["loss._component_=sparrow.components.loss.CISPO", "kl_coef=0.01", "sampling.temperature=0.9"],
+        ["correction._component_=sparrow.components.correction.NoCorrection", "acceptance.estimator=top_k"],
+    ],
+    ids=["grpo", "dr_grpo", "dapo", "gspo", "cispo", "no-correction"],
+)
+def test_every_component_stands_in_the_loop(grpo, overrides):
+    row = grpo("steps=1", *overrides)[1]
+    assert row["update/skipped"] == 0.0 and 0 < row["grad_norm"] < float("inf")
+
+
+def test_distiller_moves_the_adapter_and_nothing_else(grpo, checkpoint, tmp_path):
+    frozen = ["optimizer.muon_lr=0.0", "optimizer.adamw_lr=0.0"]
+    rows = grpo("steps=6", *frozen, *LORA, "distiller.learning_rate=0.01")
+    start, end = load_file(checkpoint / "model.safetensors"), weights(tmp_path / "run", 6)
+    assert all(torch.equal(start[name], end[name]) for name in end)
+    kls = [row["distill/kl"] for row in rows[1:]]
+    assert kls[-1] < kls[0] and rows[-1]["acceptance/p5"] > rows[1]["acceptance/p5"]
+
+
+def test_two_processes_equal_one(arguments, tmp_path):
+    common = ["steps=2", "optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1"]
+    command = [sys.executable, "-m", "sparrow", "run"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, "sparrow_grpo", *arguments(*common, name="one")], check=True, env=environment)
+    two = [*command, "--nproc_per_node", "2", "sparrow_grpo", *arguments(*common, name="two")]
+    subprocess.run(two, check=True, env=environment)
+    one, other = metrics(tmp_path / "one"), metrics(tmp_path / "two")
+    for key in ("reward", "acceptance/p5", "completions/mean_length", "loss", "grad_norm", "budget/kv_read_ratio"):
+        for row, twin in zip(one[1:], other[1:], strict=True):
+            assert row[key] == pytest.approx(twin[key], abs=1e-4), key
+    assert one[0]["val/mean@1"] == other[0]["val/mean@1"]
+    a, b = weights(tmp_path / "one", 2), weights(tmp_path / "two", 2)
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=2e-5, rtol=0)
+
+
+def test_ctrl_c_saves_and_the_run_goes_on(arguments, tmp_path):
+    command = [sys.executable, "-m", "sparrow", "run", "sparrow_grpo", *arguments("steps=1000")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step    2/"):
+            process.send_signal(signal.SIGINT)
+            break
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert "error: stopped after step" in errors and "Traceback" not in errors
+    done = metrics(tmp_path / "run")[-1]["step"]
+    assert sparrow_grpo.main(arguments(f"steps={done + 1}", "resume=auto")) == 0
+    assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(done + 2))
+
+
+def test_killed_in_the_middle_of_a_step_the_last_save_counts(arguments, tmp_path):
+    command = [sys.executable, "-m", "sparrow", "run", "sparrow_grpo"]
+    process = subprocess.Popen([*command, *arguments("steps=1000", "checkpoint_every=1")], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("run/checkpoints/step_*/COMPLETE")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    saved = max(int(path.parent.name[5:]) for path in tmp_path.glob("run/checkpoints/step_*/COMPLETE"))
+    assert sparrow_grpo.main(arguments(f"steps={saved + 1}", "resume=auto")) == 0
+    assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(saved + 2))

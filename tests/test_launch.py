@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from sparrow.cli import main
+from sparrow.errors import UserError
+from sparrow.launch import Arguments, parse_arguments, stop_requested
+
+TUNE = [sys.executable, "-m", "sparrow", "run"]
+TOY = ["toy_recipe.py", "--config", "toy.yaml"]
+
+
+def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--config", "tiny"], Arguments("tiny")),
+        (["--config=a=b.yaml", "x=1", "~y"], Arguments("a=b.yaml", ["x=1", "~y"])),
+        (["x=--config", "--config", "tiny", "--validate", "--verbose"], Arguments("tiny", ["x=--config"], True, True)),
+        (["-h"], Arguments(help=True)),
+    ],
+)
+def test_arguments(argv: list[str], expected: Arguments) -> None:
+    assert parse_arguments(argv) == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "--config NAME_OR_PATH is missing"),
+        (["--config"], "--config needs the name"),
+        (["--config="], "--config needs the name"),
+        (["--config", "--validate"], "--config needs the name"),
+        (["--config", "a", "--config=b"], "--config is given twice"),
+        (["--cfg", "a"], "unknown option --cfg, did you mean '--config'?"),
+        (["--config", "a", "--nproc_per_node", "2"], "options of torchrun stand before the name of the recipe"),
+    ],
+)
+def test_bad_arguments(argv: list[str], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse_arguments(argv)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "stdout", "stderr"),
+    [
+        (["nested.size=4"], 0, "setup rank=0 part=Part(width=2)\ntrained size=4\ncleanup\n", ""),
+        (["end=user_error"], 2, "cleanup\n", "error: lr: 2.0 is above the limit of 1.0\n"),
+        (["end=setup_error"], 2, "cleanup\n", "error: checkpoint: not found\n"),
+    ],
+)
+def test_a_recipe_ends_with_its_exit_code(
+    toy: Path, capfd: pytest.CaptureFixture[str], overrides: list[str], code: int, stdout: str, stderr: str
+) -> None:
+    assert main(["run", *TOY, *overrides]) == code
+    output, errors = capfd.readouterr()
+    assert output.startswith("recipe: toy_recipe.py\n") and output.endswith(stdout)
+    assert errors == stderr
+
+
+def test_a_bug_keeps_its_traceback_and_cleans_up(toy: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["run", *TOY, "end=bug"])
+    assert capfd.readouterr().out.endswith("cleanup\n")
+
+
+def wait_for(stream: IO[str], start: str, count: int = 1) -> None:
+    """Reads on until so many lines have that start."""
+    for line in stream:
+        count -= line.startswith(start)
+        if not count:
+            return
+    raise AssertionError(f"the process ended without {start!r}")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks", "number"),
+    [([sys.executable], 1, signal.SIGTERM), ([*TUNE, "--nproc_per_node", "2"], 2, signal.SIGINT)],
+)
+def test_a_signal_stops_the_recipe_at_a_safe_point(
+    toy: Path, launcher: list[str], ranks: int, number: signal.Signals
+) -> None:
+    with subprocess.Popen([*launcher, *TOY, "end=stop"], stdout=subprocess.PIPE, text=True, cwd=toy) as process:
+        assert process.stdout is not None
+        wait_for(process.stdout, "setup", ranks)
+        process.send_signal(number)
+        assert process.communicate(timeout=60)[0].count("cleanup\n") == ranks
+    assert process.returncode == 130
+
+
+def test_a_second_ctrl_c_stops_at_once(toy: Path) -> None:
+    recipe = (toy / "toy_recipe.py").read_text().replace("check_stop()\n", "say('busy')\n")
+    (toy / "toy_recipe.py").write_text(recipe)
+    command, pipe = [sys.executable, *TOY, "end=stop"], subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=toy) as process:
+        assert process.stdout is not None and process.stderr is not None
+        wait_for(process.stdout, "busy")
+        process.send_signal(signal.SIGINT)
+        wait_for(process.stderr, "stopping at the next safe point")
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT and "KeyboardInterrupt" in errors and "cleanup\n" in output
+
+
+def test_no_stop_is_requested_before_a_signal() -> None:
+    assert not stop_requested()
+
+
+def test_ranks_form_a_group_and_the_config_is_printed_once(toy: Path) -> None:
+    done = run([*TUNE, "--nproc-per-node=2", *TOY], toy)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("recipe: toy_recipe.py") == 1
+    assert all(f"setup rank={rank} part=Part(width=2)" in done.stdout for rank in (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "line"),
+    [
+        (["end=user_error", "on_rank=1"], 2, "error: lr: 2.0 is above the limit of 1.0"),
+        (["end=bug", "on_rank=1"], 1, "error: rank 1 failed with exit code 1"),
+    ],
+)
+def test_an_error_of_a_rank_is_said_once(toy: Path, overrides: list[str], code: int, line: str) -> None:
+    done = run([*TUNE, "--nproc_per_node", "2", *TOY, *overrides], toy)
+    assert done.returncode == code
+    errors = [text for text in done.stderr.splitlines() if "[rank1]" not in text]
+    assert errors == [line]
+
+
+def test_names_of_a_recipe_are_found_when_runpy_leaves_main_alone(toy: Path) -> None:
+    """torchtune's own command line runs a recipe by runpy.run_module without alter_sys."""
+    sys_argv = f"import sys; sys.argv = {TOY}"
+    code = f"{sys_argv}; import runpy; runpy.run_module('toy_recipe', run_name='__main__')"
+    done = run([sys.executable, "-c", code], toy)
+    assert done.returncode == 0 and done.stdout.endswith("trained size=3\ncleanup\n"), done.stderr
+
+
+def test_help_lists_the_keys(toy: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "toy_recipe.py", "--help"]) == 0
+    output = capfd.readouterr().out
+    assert output.startswith("Ends as it is told.\n")
+    assert "  on_rank: int = 0\n" in output and "  recipe: str\n" in output
+
+
+def test_validate_checks_and_runs_nothing(toy: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *TOY, "--validate"]) == 0
+    assert capfd.readouterr().out == "ok\n"
