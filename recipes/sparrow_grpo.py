@@ -72,6 +72,7 @@ class Validation:
 class GRPOConfig:
     """Every key of a sparrow_grpo config; docs/paper.md says which part of the paper each belongs to."""
 
+    recipe: str = "sparrow_grpo"
     output_dir: str
     steps: int
     model: str  # a Hugging Face folder
@@ -216,15 +217,16 @@ class SparrowGRPO:
             batch = self._rollout()
         with _clock(seconds, "time/reward"):
             reward_metrics, advantages = self._score(batch)
-        minibatches = self._micro_batches(batch)
+        minibatches, others = self._micro_batches(batch)
+        everything = [micro for part in [*minibatches, others] for micro in part]
         with _clock(seconds, "time/dense"):
-            metrics = self._dense_pass(batch, [micro for part in minibatches for micro in part])
+            metrics = self._dense_pass(batch, everything)
         metrics |= reward_metrics | rollout_metrics(batch, self.cache, self.model.config.num_layers)
         with _clock(seconds, "time/update"):
             metrics |= self._update(batch, minibatches, advantages)
         if self.distiller is not None:
             with _clock(seconds, "time/distill"):
-                metrics |= self._distill(batch, minibatches)
+                metrics |= self._distill(batch, everything)
         self.engine.sync()
         if distributed.rank() == 0:
             self.trackers.log_samples(sample_rows(batch, self.tokenizer, self.cfg.samples_per_step), self.step + 1)
@@ -266,17 +268,25 @@ class SparrowGRPO:
         self.nothing_to_learn = everywhere.is_noop and self.cfg.kl_coef == 0
         return metrics, advantages
 
-    def _micro_batches(self, batch: RolloutBatch) -> list[list[MicroBatch]]:
-        """Micro-batches of each minibatch. Dense pass and update share them, so that their log-probs are bit-equal."""
+    def _micro_batches(self, batch: RolloutBatch) -> tuple[list[list[MicroBatch]], list[MicroBatch]]:
+        """Micro-batches of each minibatch, which dense pass and update share, so that their log-probs are bit-equal.
+
+        The second list holds the sequences without an advantage. Their gradient is zero: they are scored, for the
+        acceptance tail, and count in the denominators, but go through no update (unless a KL term pulls on them).
+        """
+        assert batch.advantages_S is not None
+        learns_S = (batch.advantages_S != 0) | (self.cfg.kl_coef > 0)
         lengths = [len(p) + int(n) - 1 for p, n in zip(batch.prompts, batch.lengths_S, strict=True)]
         # Whole groups, dealt out by their number in the step: the same split whatever the number of ranks.
         part_S = (distributed.rank() + batch.groups_S * distributed.world_size()) % self.cfg.minibatches
-        minibatches = []
-        for part in range(self.cfg.minibatches):
-            members = (part_S == part).nonzero().flatten().tolist()
-            packs = split_by_tokens([lengths[s] for s in members], self.cfg.micro_batch_tokens)
-            minibatches.append([pack(batch, [members[i] for i in chosen], self.device) for chosen in packs])
-        return minibatches
+        self.part_S = part_S
+
+        def packed(chosen_S: Tensor) -> list[MicroBatch]:
+            members = chosen_S.nonzero().flatten().tolist()
+            groups = split_by_tokens([lengths[s] for s in members], self.cfg.micro_batch_tokens)
+            return [pack(batch, [members[i] for i in group], self.device) for group in groups]
+
+        return [packed((part_S == part) & learns_S) for part in range(self.cfg.minibatches)], packed(~learns_S)
 
     @torch.no_grad()
     def _dense_pass(self, batch: RolloutBatch, micro_batches: list[MicroBatch]) -> dict[str, float]:
@@ -341,8 +351,8 @@ class SparrowGRPO:
         metrics = {"lr": self.optimizer.param_groups[0]["lr"], "update/noop": float(self.nothing_to_learn)}
         if self.nothing_to_learn:
             return metrics
-        for micro_batches in minibatches:
-            sums = self._accumulate(batch, micro_batches, advantages.keep_S)
+        for part, micro_batches in enumerate(minibatches):
+            sums = self._accumulate(batch, micro_batches, advantages.keep_S, self.part_S == part)
             distributed.sum_gradients(self.parameters)
             sums = distributed.sum_values(sums)
             norm = float(nn.utils.clip_grad_norm_(self.parameters, self.cfg.max_grad_norm))
@@ -356,16 +366,17 @@ class SparrowGRPO:
             metrics |= {name: value / tokens for name, value in sums.items()}
         return metrics
 
-    def _accumulate(self, batch: RolloutBatch, micro_batches: list[MicroBatch], keep_S: Tensor) -> dict[str, float]:
+    def _accumulate(
+        self, batch: RolloutBatch, micro_batches: list[MicroBatch], keep_S: Tensor, part_S: Tensor
+    ) -> dict[str, float]:
         """Gradients of one minibatch on this rank; returns sums over its tokens."""
-        sequences = [s for micro in micro_batches for s in micro.sequences]
-        kept = keep_S[sequences]
-        counts = {"tokens": float(batch.lengths_S[sequences][kept].sum()), "sequences": float(kept.sum())}
+        counted_S = keep_S & part_S
+        counts = {"tokens": float(batch.lengths_S[counted_S].sum()), "sequences": float(counted_S.sum())}
         counts = distributed.sum_values(counts)
         totals = BatchTotals(max(int(counts["tokens"]), 1), max(int(counts["sequences"]), 1))
-        sums: dict[str, float] = {"tokens": float(batch.lengths_S[sequences].sum()), "loss": 0.0, "nonfinite": 0.0}
+        sums = {"tokens": float(sum(len(m.index_N) for m in micro_batches)), "loss": 0.0, "nonfinite": 0.0}
         for micro in micro_batches:
-            loss, metrics = self._micro_loss(batch, micro, keep_S, totals)
+            loss, metrics = self._micro_loss(batch, micro, totals)
             loss.backward()
             metrics["loss"] = loss.detach()
             for name, value in metrics.items():
@@ -373,7 +384,7 @@ class SparrowGRPO:
         return sums
 
     def _micro_loss(
-        self, batch: RolloutBatch, micro: MicroBatch, keep_S: Tensor, totals: BatchTotals
+        self, batch: RolloutBatch, micro: MicroBatch, totals: BatchTotals
     ) -> tuple[Tensor, dict[str, Tensor]]:
         cfg = self.cfg
         assert batch.dense_logprobs_T is not None and batch.advantages_S is not None and batch.correction_T is not None
@@ -399,8 +410,7 @@ class SparrowGRPO:
             penalty_N = torch.where(inputs.correction_T != 0, kl_penalty(logprobs_N, reference_N), 0.0)
             loss_N = loss_N + cfg.kl_coef * penalty_N
         weights_N = self.aggregation.weights(micro.response_lengths, micro.sequence_N, totals)
-        kept_N = keep_S[sequence_N].to(self.device)
-        loss = torch.where(kept_N, weights_N * loss_N, 0.0).sum()
+        loss = (weights_N * loss_N).sum()
         ratio_N = (logprobs_N.detach() - inputs.old_logprobs_T).exp()
         metrics = {
             **output.metrics,
@@ -409,14 +419,14 @@ class SparrowGRPO:
         }
         return loss, metrics
 
-    def _distill(self, batch: RolloutBatch, minibatches: list[list[MicroBatch]]) -> dict[str, float]:
+    def _distill(self, batch: RolloutBatch, micro_batches: list[MicroBatch]) -> dict[str, float]:
         assert self.distiller is not None and batch.dense_logprobs_T is not None
 
         def attention(micro: MicroBatch) -> Any:
             return self.cache.training(micro.lengths, micro.prompt_lengths, self.device)
 
         return self.distiller.step(
-            [micro for part in minibatches for micro in part],
+            micro_batches,
             attention,
             batch.dense_logprobs_T,
             self.cfg.sampling.temperature,

@@ -3,13 +3,14 @@
     tune run sparrow_sft --config tiny_sft
 
 Makes the checkpoint that a small model's reinforcement learning starts from; sparrow_grpo runs it by itself where its
-`warmup` names a config and the checkpoint is not there. One process, dense attention.
+`warmup` names a config and the checkpoint is not there. Dense attention; several processes share each batch.
 
 Axes: P packed input tokens, N response tokens of one batch.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -73,6 +74,7 @@ class Stage:
 class SFTConfig:
     """Every key of a sparrow_sft config. The checkpoint goes to `output_dir`/model."""
 
+    recipe: str = "sparrow_sft"
     output_dir: str
     model: str | None = None  # a Hugging Face folder to start from; exactly one of model and fresh
     fresh: FreshModel | None = None
@@ -113,10 +115,11 @@ class SparrowSFT:
             for i in range(stage.steps):
                 check_stop()
                 self._set_learning_rate(1 - (1 - self.cfg.final_lr) * i / stage.steps if last else 1.0)
-                loss, correct = self._step(data, range(i * stage.batch_size, (i + 1) * stage.batch_size))
+                numbers = range(i * stage.batch_size, (i + 1) * stage.batch_size)
+                loss, correct = self._step(data, numbers[distributed.rank() :: distributed.world_size()])
                 accuracy = correct if i == 0 else 0.8 * accuracy + 0.2 * correct
                 self.step += 1
-                if self.step % self.cfg.log_every == 0:
+                if self.step % self.cfg.log_every == 0 and distributed.rank() == 0:
                     elapsed = time.perf_counter() - started
                     print(
                         f"warm-up  step {self.step}  stage {number + 1}/{len(self.stages)}  loss {loss:.4f}  "
@@ -125,21 +128,27 @@ class SparrowSFT:
                     )
                 if accuracy >= stage.until_accuracy:
                     break
-        save_decoder(self.model, self.output_dir / "model", self.tokenizer.path)
-        print(f"warm-up  {self.step} steps in {time.perf_counter() - started:.0f}s: {self.output_dir / 'model'}")
+        if distributed.rank() == 0:
+            save_decoder(self.model, self.output_dir / "model", self.tokenizer.path)
+            print(f"warm-up  {self.step} steps in {time.perf_counter() - started:.0f}s: {self.output_dir / 'model'}")
+        distributed.barrier()
 
     def _step(self, data: PromptData, numbers: range) -> tuple[float, float]:
         """One optimizer step; returns loss and share of response tokens that are the most probable ones."""
         tokens_P, targets_N, predicts_N, attention = self._batch(data, numbers)
         hidden_PE = self.model(tokens_P, attention.positions_T, attention)
         logits_NV = self.model.logits(hidden_PE[predicts_N])
-        loss = F.cross_entropy(logits_NV, targets_N)
-        if not loss.isfinite():
-            raise UserError(f"the loss of step {self.step + 1} is {float(loss)}: lower the learning rate")
+        tokens = distributed.sum_values({"tokens": len(targets_N)})["tokens"]
+        loss = F.cross_entropy(logits_NV, targets_N, reduction="sum") / tokens
         loss.backward()
+        distributed.sum_gradients(self.model.parameters())
+        correct = float((logits_NV.argmax(-1) == targets_N).sum())
+        sums = distributed.sum_values({"loss": float(loss.detach()), "correct": correct})
+        if not math.isfinite(sums["loss"]):
+            raise UserError(f"the loss of step {self.step + 1} is {sums['loss']}: lower the learning rate")
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach()), float((logits_NV.argmax(-1) == targets_N).float().mean())
+        return sums["loss"], sums["correct"] / tokens
 
     def _batch(self, data: PromptData, numbers: range) -> tuple[Tensor, Tensor, Tensor, PackedCausal]:
         tokens, targets, predicts, start = [], [], [], 0
@@ -167,7 +176,9 @@ class SparrowSFT:
 
     def _draw(self, fresh: FreshModel) -> tuple[Decoder, Tokenizer]:
         folder = self.output_dir / "tokenizer"
-        build_char_tokenizer(fresh.alphabet, folder, fresh.eos)
+        if distributed.rank() == 0:
+            build_char_tokenizer(fresh.alphabet, folder, fresh.eos)
+        distributed.barrier()
         tokenizer = Tokenizer(folder)
         if fresh.decoder.vocab_size != tokenizer.vocab_size:
             raise UserError(
@@ -182,16 +193,17 @@ class SparrowSFT:
 
 
 def ensure_warmup(config: str, model: Path) -> None:
-    """Runs the sparrow_sft config on rank 0 unless its checkpoint `model` is there; the other ranks wait."""
-    if distributed.rank() == 0 and not (model / "model.safetensors").is_file():
-        if model.name != "model":
-            raise UserError(f"model: {model} must end in /model for the warm-up {config} to make it")
-        cfg = replace(load_config(SFTConfig, config), output_dir=str(model.parent))
+    """Runs the sparrow_sft config, on all ranks together, unless its checkpoint `model` is there."""
+    missing = distributed.gather_objects(not (model / "model.safetensors").is_file())[0]
+    if not missing:
+        return
+    if model.name != "model":
+        raise UserError(f"model: {model} must end in /model for the warm-up {config} to make it")
+    if distributed.rank() == 0:
         print(f"warm-up  {model} is not there yet: running sparrow_sft with {config}", flush=True)
-        recipe = SparrowSFT(cfg)
-        recipe.setup()
-        recipe.train()
-    distributed.barrier()
+    recipe = SparrowSFT(replace(load_config(SFTConfig, config), output_dir=str(model.parent)))
+    recipe.setup()
+    recipe.train()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

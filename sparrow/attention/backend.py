@@ -41,7 +41,7 @@ def decode_attention(name: str, device: torch.device, page_size: int, head_dim: 
         raise UserError(f"kv_cache.backend: flex needs a CUDA device, this run is on {device}; use gather or auto")
     if name == "flex" and not fits:
         raise UserError(
-            f"kv_cache.backend: flex needs page_size {page_size} and head_dim {head_dim} to be at least {FLEX_MINIMUM}; "
-            "use gather or auto"
+            f"kv_cache.backend: flex needs page_size {page_size} and head_dim {head_dim} to be at least "
+            f"{FLEX_MINIMUM}; use gather or auto"
         )
     return FlexDecode if name == "flex" else GatherDecode

@@ -77,8 +77,8 @@ def test_a_bad_value_is_named(arguments, capsys, override, words):
 
 
 def test_a_schedule_of_another_model(arguments, capsys):
-    schedule = "kv_cache.budget={_component_: sparrow.components.budget.StepSchedule, path: qwen3-4b-0.86}"
-    refused(arguments(schedule), capsys, "qwen3-4b", "page_size", "allow_foreign")
+    schedule = ["~kv_cache.budget.pages", "~kv_cache.budget.bin_width", "kv_cache.budget.path=qwen3-4b-0.86"]
+    refused(arguments(*schedule), capsys, "qwen3-4b", "page_size", "allow_foreign")
 
 
 def test_a_truncated_checkpoint(arguments, checkpoint, tmp_path, capsys):

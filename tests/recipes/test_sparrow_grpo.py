@@ -17,7 +17,7 @@ from sparrow.recipes import sparrow_grpo
 
 from .conftest import metrics
 
-TIMES = ("time/", "tokens_per_second")
+NOT_COMPARED = ("time/", "tokens_per_second", "val/")  # the last step of each part has a validation of its own
 LORA = [
     "distiller._component_=sparrow.components.distiller.LoRADistiller",
     "distiller.learning_rate=0.001",
@@ -29,8 +29,8 @@ def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(folder / "checkpoints" / f"step_{step:06d}" / "model" / "model.safetensors")
 
 
-def without_times(rows):
-    return [{key: value for key, value in row.items() if not key.startswith(TIMES)} for row in rows]
+def comparable(rows):
+    return [{key: value for key, value in row.items() if not key.startswith(NOT_COMPARED)} for row in rows]
 
 
 def test_reward_goes_up_from_sparse_rollouts(grpo, tmp_path, capsys):
@@ -72,7 +72,7 @@ def test_four_steps_are_two_and_two_bit_for_bit(grpo, tmp_path):
     whole = grpo("steps=4", *LORA, name="whole")
     grpo("steps=2", *LORA, name="parts")
     parts = grpo("steps=4", *LORA, "resume=auto", name="parts")
-    assert without_times(whole)[1:] == without_times(parts)[1:], "validation differs: the last step of each part has one"
+    assert comparable(whole) == comparable(parts)
     one, other = weights(tmp_path / "whole", 4), weights(tmp_path / "parts", 4)
     assert all(torch.equal(one[name], other[name]) for name in one)
     states = [
@@ -101,7 +101,7 @@ def test_an_update_does_not_depend_on_the_micro_batches(grpo, tmp_path, aggregat
             "loss._component_=sparrow.components.loss.dr_grpo",
             "advantage.normalize_std=false",
             "aggregation.mode=seq-mean-token-sum-norm",
-            "aggregation.max_length=48",
+            "aggregation.max_length=36",
         ],
         ["loss._component_=sparrow.components.loss.dapo", "advantage.zero_variance=drop", "minibatches=2"],
         ["loss._component_=sparrow.components.loss.GSPO", "correction.level=sequence", "correction.mode=mask"],
@@ -117,7 +117,7 @@ def test_every_component_stands_in_the_loop(grpo, overrides):
 
 def test_distiller_moves_the_adapter_and_nothing_else(grpo, checkpoint, tmp_path):
     frozen = ["optimizer.muon_lr=0.0", "optimizer.adamw_lr=0.0"]
-    rows = grpo("steps=6", *frozen, *LORA, "distiller.learning_rate=0.01")
+    rows = grpo("steps=6", *frozen, *LORA, "distiller.learning_rate=0.002")
     start, end = load_file(checkpoint / "model.safetensors"), weights(tmp_path / "run", 6)
     assert all(torch.equal(start[name], end[name]) for name in end)
     kls = [row["distill/kl"] for row in rows[1:]]
@@ -135,7 +135,7 @@ def test_two_processes_equal_one(arguments, tmp_path):
     for key in ("reward", "acceptance/p5", "completions/mean_length", "loss", "grad_norm", "budget/kv_read_ratio"):
         for row, twin in zip(one[1:], other[1:], strict=True):
             assert row[key] == pytest.approx(twin[key], abs=1e-4), key
-    assert one[0]["val/mean@1"] == other[0]["val/mean@1"]
+    assert one[0]["val/mean@1"] == pytest.approx(other[0]["val/mean@1"], abs=1e-6)
     a, b = weights(tmp_path / "one", 2), weights(tmp_path / "two", 2)
     for name in a:
         torch.testing.assert_close(a[name], b[name], atol=2e-5, rtol=0)
