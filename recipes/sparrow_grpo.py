@@ -15,9 +15,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import yaml
@@ -31,13 +31,13 @@ from sparrow.components.data import Example, PromptData
 from sparrow.components.kv_cache import DenseKVCache
 from sparrow.components.loss import LossInputs, kl_penalty
 from sparrow.components.reward import columns_per_sequence, combine_rewards
-from sparrow.config import Component, Positional, to_yaml
-from sparrow.engine.engine import Engine, EngineConfig
-from sparrow.engine.sampler import SamplingParams
+from sparrow.config import to_yaml
+from sparrow.engine.engine import Engine
 from sparrow.errors import Interrupted, UserError
 from sparrow.launch import check_stop, run_recipe, stop_requested
 from sparrow.models.checkpoint import load_decoder, save_decoder
 from sparrow.models.tokenizer import Tokenizer
+from sparrow.recipes.grpo_config import GRPOConfig, Validation, check
 from sparrow.recipes.grpo_report import decode_responses, print_report, rollout_metrics, sample_rows
 from sparrow.recipes.sparrow_sft import ensure_warmup
 from sparrow.rollout import RolloutBatch
@@ -50,74 +50,11 @@ from sparrow.training.packing import MicroBatch, pack, response_hidden, split_by
 from sparrow.training.run_state import latest_run_state, resolve_resume, save_run_state
 
 
-@dataclass(kw_only=True)
-class Validation:
-    """Dense rollouts on held-out prompts, before the first step, every so many steps and after the last.
-
-    Attributes:
-        data: prompts; the first `prompts` of it are used, always the same.
-        every: steps between two validations.
-        num_samples: N of `val/mean@N`.
-        temperature: 0 is greedy.
-    """
-
-    data: Component
-    every: int
-    prompts: int
-    num_samples: int = 1
-    temperature: float = 1.0
-
-
-@dataclass(kw_only=True)
-class GRPOConfig:
-    """Every key of a sparrow_grpo config; docs/paper.md says which part of the paper each belongs to."""
-
-    recipe: str = "sparrow_grpo"
-    output_dir: str
-    steps: int
-    model: str  # a Hugging Face folder
-    warmup: str | None = None  # config of sparrow_sft that makes `model` where it does not exist yet
-    seed: int = 0
-    device: str = "auto"
-    threads: int | None = None  # of PyTorch on the CPU; pin it where results are to be the same bits on every machine
-
-    data: Component
-    reward: list[Component]
-    prompts_per_step: int
-    num_samples: int
-    enable_thinking: bool | None = None
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    engine: EngineConfig
-    kv_cache: Component
-    validation: Validation | None = None
-
-    acceptance: Component
-    advantage: Component
-    correction: Component
-    loss: Component
-    aggregation: Component
-    kl_coef: float = 0.0  # above 0, a frozen copy of the first weights is kept as the reference
-    optimizer: Annotated[Component, Positional(1)]
-    lr_warmup_steps: int = 0
-    max_grad_norm: float = 1.0
-    minibatches: int = 1  # optimizer steps per batch of rollouts
-    micro_batch_tokens: int = 16384
-    logprob_chunk: int = 1024
-    distiller: Component | None = None
-
-    trackers: list[Component]
-    samples_per_step: int = 2
-    checkpoint_every: int = 10
-    keep_last: int = 2
-    resume: str | None = None  # auto, or the folder of one save
-    max_nonfinite_steps: int = 3  # in a row
-
-
 class SparrowGRPO:
     """Reinforcement learning with verifiable rewards from block-sparse rollouts (arXiv 2606.08446)."""
 
     def __init__(self, cfg: GRPOConfig) -> None:
-        _check(cfg)
+        check(cfg)
         self.cfg = cfg
         self.output_dir = Path(cfg.output_dir)
         self.saves = self.output_dir / "checkpoints"
@@ -443,8 +380,9 @@ class SparrowGRPO:
         return token_logprobs(hidden_NE, head, micro.targets_N, temperature, self.cfg.logprob_chunk)[0]
 
     def _set_learning_rate(self) -> None:
-        """Linear warm-up, then constant."""
-        share = min((self.step + 1) / (self.cfg.lr_warmup_steps + 1), 1.0)
+        """Linear warm-up, times a linear way to `final_lr`."""
+        warm = min((self.step + 1) / (self.cfg.lr_warmup_steps + 1), 1.0)
+        share = warm * (1 - (1 - self.cfg.final_lr) * self.step / self.cfg.steps)
         for group, base in zip(self.optimizer.param_groups, self.base_lr, strict=True):
             group["lr"] = base * share
 
@@ -531,21 +469,6 @@ class SparrowGRPO:
 
     def cleanup(self) -> None:
         self.trackers.close()
-
-
-def _check(cfg: GRPOConfig) -> None:
-    """What no single component can see."""
-    for key in ("steps", "prompts_per_step", "minibatches", "checkpoint_every", "max_nonfinite_steps"):
-        if getattr(cfg, key) < 1:
-            raise UserError(f"{key}: {getattr(cfg, key)} must be at least 1")
-    if cfg.prompts_per_step < distributed.world_size():
-        raise UserError(f"prompts_per_step: {cfg.prompts_per_step} is below the {distributed.world_size()} processes")
-    if cfg.sampling.temperature == 0:
-        raise UserError("sampling.temperature: 0 is greedy; reinforcement learning needs samples that differ")
-    if cfg.kl_coef < 0:
-        raise UserError(f"kl_coef: {cfg.kl_coef} must not be negative")
-    if cfg.validation is not None and cfg.validation.prompts < distributed.world_size():
-        raise UserError(f"validation.prompts: {cfg.validation.prompts} is below the number of processes")
 
 
 def _stop_between_tokens(tokens: int, sequences: int) -> None:

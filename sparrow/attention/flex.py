@@ -22,6 +22,7 @@ from sparrow.attention.pattern import SparsePattern
 from sparrow.attention.pool import PagePool
 from sparrow.attention.step import DecodeStep
 
+RECOMPILE_LIMIT = 64
 QUERY_BLOCK = 128  # The kernel's query block; the group's rows fill the start of one.
 
 
@@ -85,4 +86,7 @@ def _compiled(size: int) -> Any:
         mask = BlockMask(lengths, counts, lists, None, None, None, None, None, None, (QUERY_BLOCK, size), tail)
         return flex_attention(q_R1GD, keys, values, block_mask=mask)
 
+    # One entry per batch bucket, pool size and list width; the default, 8, is a process's second model.
+    dynamo = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
     return torch.compile(attend, dynamic=False, fullgraph=True)

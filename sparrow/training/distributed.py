@@ -27,10 +27,15 @@ def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Adds up each gradient over the ranks; a sum, because losses are divided by the whole step's totals already."""
     if not dist.is_initialized():
         return
-    for parameter in parameters:
+    members = list(parameters)
+    for parameter in members:
         if parameter.grad is None:  # A rank without tokens still has to take part.
             parameter.grad = torch.zeros_like(parameter)
-        dist.all_reduce(parameter.grad)
+    # One message: a small model's many small ones would cost more than its gradients.
+    flat = torch.cat([parameter.grad.flatten() for parameter in members if parameter.grad is not None])
+    dist.all_reduce(flat)
+    for parameter, summed in zip(members, flat.split([p.numel() for p in members]), strict=True):
+        parameter.grad = summed.view_as(parameter)
 
 
 def sum_values(values: dict[str, float]) -> dict[str, float]:

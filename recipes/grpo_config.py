@@ -1,0 +1,91 @@
+"""The keys of a sparrow_grpo config; docs/paper.md says which part of the paper each belongs to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from sparrow.config import Component, Positional
+from sparrow.engine.engine import EngineConfig
+from sparrow.engine.sampler import SamplingParams
+from sparrow.errors import UserError
+from sparrow.training import distributed
+
+
+@dataclass(kw_only=True)
+class Validation:
+    """Dense rollouts on held-out prompts, before the first step, every so many steps and after the last.
+
+    Attributes:
+        data: prompts; the first `prompts` of it are used, always the same.
+        every: steps between two validations.
+        num_samples: N of `val/mean@N`.
+        temperature: 0 is greedy.
+    """
+
+    data: Component
+    every: int
+    prompts: int
+    num_samples: int = 1
+    temperature: float = 1.0
+
+
+@dataclass(kw_only=True)
+class GRPOConfig:
+    """Every key of a sparrow_grpo config."""
+
+    recipe: str = "sparrow_grpo"
+    output_dir: str
+    steps: int
+    model: str  # a Hugging Face folder
+    warmup: str | None = None  # config of sparrow_sft that makes `model` where it does not exist yet
+    seed: int = 0
+    device: str = "auto"
+    threads: int | None = None  # of PyTorch on the CPU; pinned, the last bits do not depend on how many cores there are
+
+    data: Component
+    reward: list[Component]
+    prompts_per_step: int
+    num_samples: int
+    enable_thinking: bool | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    engine: EngineConfig
+    kv_cache: Component
+    validation: Validation | None = None
+
+    acceptance: Component
+    advantage: Component
+    correction: Component
+    loss: Component
+    aggregation: Component
+    kl_coef: float = 0.0  # above 0, a frozen copy of the first weights is kept as the reference
+    optimizer: Annotated[Component, Positional(1)]
+    lr_warmup_steps: int = 0
+    final_lr: float = 1.0  # share of the rate that the last step ends at, linearly; 1 is constant
+    max_grad_norm: float = 1.0
+    minibatches: int = 1  # optimizer steps per batch of rollouts
+    micro_batch_tokens: int = 16384
+    logprob_chunk: int = 1024
+    distiller: Component | None = None
+
+    trackers: list[Component]
+    samples_per_step: int = 2
+    checkpoint_every: int = 10
+    keep_last: int = 2
+    resume: str | None = None  # auto, or the folder of one save
+    max_nonfinite_steps: int = 3  # in a row
+
+
+def check(cfg: GRPOConfig) -> None:
+    """What no single component can see."""
+    for key in ("steps", "prompts_per_step", "minibatches", "checkpoint_every", "max_nonfinite_steps"):
+        if getattr(cfg, key) < 1:
+            raise UserError(f"{key}: {getattr(cfg, key)} must be at least 1")
+    if cfg.prompts_per_step < distributed.world_size():
+        raise UserError(f"prompts_per_step: {cfg.prompts_per_step} is below the {distributed.world_size()} processes")
+    if cfg.sampling.temperature == 0:
+        raise UserError("sampling.temperature: 0 is greedy; reinforcement learning needs samples that differ")
+    if cfg.kl_coef < 0:
+        raise UserError(f"kl_coef: {cfg.kl_coef} must not be negative")
+    if cfg.validation is not None and cfg.validation.prompts < distributed.world_size():
+        raise UserError(f"validation.prompts: {cfg.validation.prompts} is below the number of processes")

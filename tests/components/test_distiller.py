@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from sparrow.attention.packed import PackedCausal
+from sparrow.components.distiller import LoRADistiller, k3
+from sparrow.errors import UserError
+from sparrow.models.decoder import Decoder
+from sparrow.models.decoder_config import DecoderConfig
+
+CONFIG = DecoderConfig(
+    vocab_size=12, hidden_size=16, intermediate_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8
+)
+TOKENS = torch.arange(10)
+
+
+def attached() -> tuple[Decoder, LoRADistiller]:
+    torch.manual_seed(0)
+    model = Decoder(CONFIG)
+    model.init_weights(0)
+    distiller = LoRADistiller(learning_rate=1e-3, rank=2)
+    distiller.attach(model)
+    return model, distiller
+
+
+@torch.no_grad()
+def logits(model: Decoder) -> torch.Tensor:
+    return model.logits(model(TOKENS, TOKENS, PackedCausal([10])))
+
+
+def test_k3_by_hand():
+    dense, sparse = torch.tensor([-1.0, -1.0, -40.0]), torch.tensor([-1.0, -1.5, -1.0])
+    # d = 0: 0. d = .5: e^.5 - 1.5. d = -39, clamped to -20: e^-20 + 19.
+    expected = torch.tensor([0.0, math.exp(0.5) - 1.5, math.exp(-20) + 19])
+    torch.testing.assert_close(k3(sparse, dense), expected)
+    assert k3(torch.tensor([-50.0]), torch.tensor([0.0])) == 20.0
+
+
+def test_on_in_rollouts_off_elsewhere_and_bit_identical_when_off():
+    plain = Decoder(CONFIG)
+    plain.init_weights(0)
+    before = logits(plain)
+    model, distiller = attached()
+    with torch.no_grad():
+        for name, parameter in distiller.adapter.items():
+            parameter.fill_(0.1 if "lora_B" in name else 0.2)
+    assert torch.equal(logits(model), before), "loaded and disabled"
+    with distiller.rollout():
+        assert (logits(model) - before).abs().max() > 1e-3
+    assert torch.equal(logits(model), before)
+
+
+def test_the_adapter_is_off_again_after_an_error():
+    model, distiller = attached()
+    with pytest.raises(RuntimeError), distiller.rollout():
+        raise RuntimeError
+    assert all(layer.disable_adapters for layer in distiller.layers)
+    assert all(p.requires_grad for name, p in model.named_parameters() if "lora_" not in name), "GRPO trains the base"
+
+
+def test_state_round_trip():
+    model, distiller = attached()
+    with torch.no_grad():
+        for parameter in distiller.adapter.values():
+            parameter.normal_()
+    state = distiller.state_dict()
+    other_model, other = attached()
+    other.load_state_dict(state)
+    with distiller.rollout(), other.rollout():
+        assert torch.equal(logits(model), logits(other_model))
+    wrong = LoRADistiller(learning_rate=1e-3, targets=["q_proj"])
+    wrong.attach(Decoder(CONFIG))
+    with pytest.raises(UserError, match="other modules"):
+        wrong.load_state_dict(state)
+
+
+@pytest.mark.parametrize("bad", [{"rank": 0}, {"learning_rate": 0.0}, {"targets": ["lm_head"]}])
+def test_bad_values_are_named(bad):
+    with pytest.raises(UserError, match=next(iter(bad))):
+        LoRADistiller(**{"learning_rate": 1e-3, **bad})
