@@ -21,7 +21,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	touch $@
 
 demo: setup
-	$(BIN)/tune run sparrow_grpo --config tiny resume=auto
+	$(BIN)/tune run --nproc_per_node 2 sparrow_grpo --config tiny resume=auto
 
 test: lint types
 	$(BIN)/pytest

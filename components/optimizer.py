@@ -23,6 +23,8 @@ class MuonWithAdamW:
     Args:
         named_parameters: (name, parameter) pairs; those that need no gradient are passed over.
         muon_lr, adamw_lr: the two learning rates.
+        gain_lr: rate of the one-dimensional parameters, the norms' gains and the biases, where it is to differ from
+            `adamw_lr`: they are of order 1, embeddings may be far smaller.
         weight_decay: decoupled, for both.
         momentum: Muon's.
 
@@ -35,6 +37,7 @@ class MuonWithAdamW:
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         muon_lr: float,
         adamw_lr: float,
+        gain_lr: float | None = None,
         weight_decay: float = 0.0,
         momentum: float = 0.95,
     ) -> None:
@@ -47,11 +50,18 @@ class MuonWithAdamW:
                 "it needs both: use torch.optim.AdamW"
             )
         self._muon: Optimizer = Muon(hidden, lr=muon_lr, weight_decay=weight_decay, momentum=momentum)
-        self._adamw: Optimizer = AdamW(rest, lr=adamw_lr, weight_decay=weight_decay)
+        gains = [(name, parameter) for name, parameter in rest if parameter.ndim == 1]
+        tables = [(name, parameter) for name, parameter in rest if parameter.ndim != 1]
+        groups = [
+            {"params": tables, "lr": adamw_lr},
+            {"params": gains, "lr": adamw_lr if gain_lr is None else gain_lr},
+        ]
+        groups = [group for group in groups if group["params"]]
+        self._adamw: Optimizer = AdamW(groups, lr=adamw_lr, weight_decay=weight_decay)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Muon's group, then AdamW's."""
+        """Muon's group, then AdamW's: embeddings and head, gains."""
         return [*self._muon.param_groups, *self._adamw.param_groups]
 
     def step(self) -> None:

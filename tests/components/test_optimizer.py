@@ -53,9 +53,13 @@ def tiny() -> TinyModel:
 
 def test_parameters_are_split_by_name_and_shape() -> None:
     model = tiny()
-    muon, adamw = build(model).param_groups
+    muon, adamw, gains = build(model).param_groups
     assert set(muon["param_names"]) == HIDDEN
-    assert set(adamw["param_names"]) == {name for name, _ in model.named_parameters()} - HIDDEN
+    assert set(adamw["param_names"]) | set(gains["param_names"]) == {n for n, _ in model.named_parameters()} - HIDDEN
+    assert set(gains["param_names"]) == {name for name, parameter in model.named_parameters() if parameter.ndim == 1}
+    assert gains["lr"] == adamw["lr"]
+    named = MuonWithAdamW(model.named_parameters(), muon_lr=0.1, adamw_lr=0.2, gain_lr=0.3)
+    assert [group["lr"] for group in named.param_groups] == [0.1, 0.2, 0.3]
     assert (muon["lr"], muon["weight_decay"], muon["momentum"]) == (0.02, 0.1, 0.95)
     assert (adamw["lr"], adamw["weight_decay"]) == (0.003, 0.1)
 
@@ -115,8 +119,7 @@ def test_zero_grad_clears_both() -> None:
 def test_frozen_parameters_are_passed_over() -> None:
     model = tiny()
     model.lm_head.requires_grad_(False)
-    _, adamw = build(model).param_groups
-    assert "lm_head.weight" not in adamw["param_names"]
+    assert all("lm_head.weight" not in group["param_names"] for group in build(model).param_groups)
 
 
 def test_nothing_for_one_of_the_two_is_an_error() -> None:
