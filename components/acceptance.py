@@ -18,6 +18,7 @@ from sparrow.errors import UserError
 
 # The paper's .86 is stated for the top-20 estimator, whose dense-against-dense floor reads about .95; the exact value
 # lacks those .05, so the same laxness stands at .91.
+TAIL = 0.05  # the paper's P5
 DEFAULT_TAU = {"exact": 0.91, "top_k": 0.86}
 
 
@@ -29,8 +30,7 @@ class AcceptanceTail:
             bound from two top-k sets, which needs none).
         top_k: size of the sets, on both sides (paper: 20); the engine and the dense scoring read it.
         bin_width: cached tokens per bin (paper: 2,000).
-        quantile: which tail, in (0, 1); .05 is the paper's P5.
-        tau: the quantile below which `acceptance/below_tau` is 1; None for .91 (exact) or .86 (top_k).
+        tau: the P5 below which `acceptance/below_tau` is 1; None for .91 (exact) or .86 (top_k).
 
     Raises:
         UserError: unknown estimator or a number outside its range.
@@ -41,19 +41,15 @@ class AcceptanceTail:
         estimator: str = "exact",
         top_k: int = 20,
         bin_width: int = 2000,
-        quantile: float = 0.05,
         tau: float | None = None,
     ) -> None:
         if estimator not in DEFAULT_TAU:
             raise UserError(f"estimator {estimator!r} is neither 'exact' nor 'top_k'")
         if top_k < 1 or bin_width < 1:
             raise UserError(f"top_k {top_k} and bin_width {bin_width} must be at least 1")
-        if not 0 < quantile < 1:
-            raise UserError(f"quantile {quantile} must lie in (0, 1)")
         self.estimator = estimator
         self.top_k = top_k
         self.bin_width = bin_width
-        self.quantile = quantile
         self.tau = DEFAULT_TAU[estimator] if tau is None else tau
 
     @property
@@ -62,14 +58,19 @@ class AcceptanceTail:
         return self.estimator == "exact"
 
     def headline(self, exact_T: Tensor | None, top_k_T: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The chosen estimate first, then the other one; the exact one is None where no hidden states were kept."""
+        """The chosen estimate, and the top-k one beside it where that is not the chosen one.
+
+        Args:
+            exact_T: None with the top_k estimator, which keeps no hidden states to compute it from.
+            top_k_T: `alpha_top_k` of the same tokens.
+        """
         if self.estimator == "top_k":
-            return top_k_T, exact_T
+            return top_k_T, None
         assert exact_T is not None, "the exact estimator needs the rollout's hidden states"
         return exact_T, top_k_T
 
     def summary(
-        self, alpha_T: Tensor, floor_T: Tensor, cached_length_T: Tensor, other_T: Tensor | None = None
+        self, alpha_T: Tensor, floor_T: Tensor, cached_length_T: Tensor, top_k_T: Tensor | None = None
     ) -> dict[str, float]:
         """Metrics over the tokens given; for the figure of a step, gather the tokens of all ranks first.
 
@@ -77,37 +78,35 @@ class AcceptanceTail:
             alpha_T: the headline estimate, any float dtype.
             floor_T: `top_k_floor` of the same tokens.
             cached_length_T: tokens in the KV cache when each token was sampled.
-            other_T: the other estimate, if there is one.
+            top_k_T: the top-k estimate, where the headline is the exact one.
 
         Returns:
-            `acceptance/` p5 (named after the quantile), p1, p50, mean, frac_below_half, below_tau (1 or 0), per bin
-            p5_bin/<first cached length> and tokens_bin/<same> for bins that have tokens, floor_p5, floor_mean,
-            top_k_p5 or exact_p5 (the other estimate), nonfinite (tokens left out). Without a token only the last.
+            `acceptance/` p5, p1, p50, mean, frac_below_half, below_tau (1 or 0), per bin p5_bin/<first cached length>
+            and tokens_bin/<same> for bins that have tokens, floor_p5, floor_mean, top_k_p5 (with `top_k_T`),
+            nonfinite (tokens left out). Without a token only the last.
         """
         finite_T = alpha_T.isfinite()
         metrics = {"nonfinite": float((~finite_T).sum())}
         if finite_T.any():
-            name = f"p{100 * self.quantile:g}"
-            metrics |= self._tail(name, alpha_T[finite_T], cached_length_T[finite_T])
-            metrics[f"floor_{name}"] = tail_quantile(floor_T[finite_T], self.quantile)
+            metrics |= self._tail(alpha_T[finite_T], cached_length_T[finite_T])
+            metrics["floor_p5"] = tail_quantile(floor_T[finite_T], TAIL)
             metrics["floor_mean"] = float(floor_T[finite_T].double().mean())
-            if other_T is not None:
-                other = "top_k" if self.estimator == "exact" else "exact"
-                metrics[f"{other}_{name}"] = tail_quantile(other_T[finite_T], self.quantile)
+            if top_k_T is not None:
+                metrics["top_k_p5"] = tail_quantile(top_k_T[finite_T], TAIL)
         return {f"acceptance/{name}": value for name, value in metrics.items()}
 
-    def _tail(self, name: str, alpha_T: Tensor, cached_length_T: Tensor) -> dict[str, float]:
-        tail = tail_quantile(alpha_T, self.quantile)
+    def _tail(self, alpha_T: Tensor, cached_length_T: Tensor) -> dict[str, float]:
+        p5 = tail_quantile(alpha_T, TAIL)
         metrics = {
             "p1": tail_quantile(alpha_T, 0.01),
+            "p5": p5,
             "p50": tail_quantile(alpha_T, 0.5),
-            name: tail,
             "mean": float(alpha_T.double().mean()),
             "frac_below_half": float((alpha_T < 0.5).double().mean()),
-            "below_tau": float(tail < self.tau),
+            "below_tau": float(p5 < self.tau),
         }
-        for start, (value, tokens) in quantile_by_bin(alpha_T, cached_length_T, self.bin_width, self.quantile).items():
-            metrics[f"{name}_bin/{start}"] = value
+        for start, (value, tokens) in quantile_by_bin(alpha_T, cached_length_T, self.bin_width, TAIL).items():
+            metrics[f"p5_bin/{start}"] = value
             metrics[f"tokens_bin/{start}"] = float(tokens)
         return metrics
 
@@ -152,8 +151,7 @@ def quantile_by_bin(
 def tail_quantile(values_T: Tensor, quantile: float) -> float:
     """Quantile with linear interpolation between order statistics, as `numpy.quantile`; NaN if any value is NaN.
 
-       Takes at least one value.
-    By a sort, because torch.quantile refuses more than 16M.
+    Takes at least one value. By a sort, because torch.quantile refuses more than 16M.
     """
     sorted_T = values_T.double().sort().values
     if sorted_T[-1].isnan():

@@ -27,14 +27,6 @@ class Advantages:
     keep_S: Tensor
     metrics: dict[str, float]
 
-    @property
-    def is_noop(self) -> bool:
-        """True when no sequence has an advantage: the step's policy gradient is zero and the update is to be skipped.
-
-        It is skipped because the optimizer would still move the weights, by momentum and weight decay.
-        """
-        return not bool((self.advantages_S != 0).any())
-
 
 class GroupAdvantage:
     """Reward minus the group's mean, over the group's standard deviation (GRPO, arXiv 2402.03300, 4.1.2).

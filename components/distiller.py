@@ -9,11 +9,14 @@ Axes: T response tokens of the batch, N of one micro-batch.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sparrow.errors import UserError
@@ -51,6 +54,10 @@ class Distiller(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def export(self, path: Path) -> None:
+        """Writes the adapter into a folder, for use outside of Sparrow."""
+        ...
 
 
 class LoRADistiller:
@@ -90,8 +97,8 @@ class LoRADistiller:
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        config = LoraConfig(r=self.rank, lora_alpha=self.alpha, target_modules=self.targets)
-        inject_adapter_in_model(config, model)
+        self.config = LoraConfig(r=self.rank, lora_alpha=self.alpha, target_modules=self.targets, task_type="CAUSAL_LM")
+        inject_adapter_in_model(self.config, model)
         for parameter in trainable:  # peft freezes the base; here it is what GRPO trains.
             parameter.requires_grad_(True)
         self.model, self.base = model, trainable
@@ -151,6 +158,19 @@ class LoRADistiller:
             for name, parameter in self.adapter.items():
                 parameter.copy_(state["adapter"][name])
         self.optimizer.load_state_dict(state["optimizer"])
+
+    def export(self, path: Path) -> None:
+        """Writes what `peft.PeftModel.from_pretrained` loads onto transformers' model of the exported base.
+
+        `path` gets adapter_config.json and adapter_model.safetensors; it is made if need be.
+        """
+        path.mkdir(parents=True, exist_ok=True)
+        self.config.save_pretrained(str(path))
+        weights, config = path / "adapter_model.safetensors", path / "adapter_config.json"
+        # peft's file knows neither the adapter's name nor that the model was wrapped in place.
+        tensors = {f"base_model.model.{name.replace('.default.', '.')}": p for name, p in self.adapter.items()}
+        save_file({name: p.detach().cpu().contiguous() for name, p in tensors.items()}, weights, {"format": "pt"})
+        shutil.copymode(config, weights)  # safetensors makes its files readable by their owner only
 
     def _enable(self, enabled: bool) -> None:
         for layer in self.layers:

@@ -45,9 +45,10 @@ class LossInputs:
 class LossOutput:
     """Losses per token, with gradient, and metrics.
 
-    Every metric is a sum over tokens (fp64 scalar, detached): add them over micro-batches and ranks and divide by the
-    step's tokens. `clip_ratio/{low,high,dual}` count tokens whose gradient or weight the bound cut; `ppo_kl` sums
-    old_logprob - logprob; `loss/nonfinite` counts tokens with a NaN or infinite loss.
+    Every metric is a sum over the tokens that went in (fp64 scalar, detached): add them over the micro-batches and
+    ranks of an optimizer step, and divide by the number of those tokens. `clip_ratio/{low,high,dual}` count tokens
+    whose gradient or weight the bound cut; `ppo_kl` sums old_logprob - logprob; `loss/nonfinite` counts tokens with a
+    NaN or infinite loss.
     """
 
     loss_T: Tensor

@@ -61,9 +61,9 @@ class GRPOConfig:
     kl_coef: float = 0.0  # above 0, a frozen copy of the first weights is kept as the reference
     optimizer: Annotated[Component, Positional(1)]
     lr_warmup_steps: int = 0
-    final_lr: float = 1.0  # share of the rate that the last step ends at, linearly; 1 is constant
+    final_lr: float = 1.0  # share of the rate that the last step has, linearly; 1 is constant
     max_grad_norm: float = 1.0
-    minibatches: int = 1  # optimizer steps per batch of rollouts
+    minibatches: int = 1  # optimizer steps per batch of rollouts; each takes whole groups
     micro_batch_tokens: int = 16384
     logprob_chunk: int = 1024
     distiller: Component | None = None
@@ -85,6 +85,12 @@ def check(cfg: GRPOConfig) -> None:
         raise UserError(f"prompts_per_step: {cfg.prompts_per_step} is below the {distributed.world_size()} processes")
     if cfg.sampling.temperature == 0:
         raise UserError("sampling.temperature: 0 is greedy; reinforcement learning needs samples that differ")
+    if cfg.sampling.truncates:
+        raise UserError(
+            f"sampling: top_k {cfg.sampling.top_k}, top_p {cfg.sampling.top_p} and min_p {cfg.sampling.min_p} cut the "
+            "distribution that is sampled from, not the dense one that is trained, so that their ratio is not 1 even "
+            "for dense rollouts; leave them out"
+        )
     if cfg.kl_coef < 0:
         raise UserError(f"kl_coef: {cfg.kl_coef} must not be negative")
     if cfg.validation is not None and cfg.validation.prompts < distributed.world_size():

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from sparrow.attention.packed import PackedCausal
 from sparrow.components.acceptance import alpha_top_k, top_k_floor
-from sparrow.components.advantage import Advantages
 from sparrow.components.aggregation import BatchTotals
 from sparrow.components.data import Example, PromptData
+from sparrow.components.distiller import Distiller
 from sparrow.components.kv_cache import DenseKVCache
 from sparrow.components.loss import LossInputs, kl_penalty
 from sparrow.components.reward import columns_per_sequence, combine_rewards
@@ -36,17 +36,20 @@ from sparrow.engine.engine import Engine
 from sparrow.errors import Interrupted, UserError
 from sparrow.launch import check_stop, run_recipe, stop_requested
 from sparrow.models.checkpoint import load_decoder, save_decoder
+from sparrow.models.decoder import Decoder
 from sparrow.models.tokenizer import Tokenizer
 from sparrow.recipes.grpo_config import GRPOConfig, Validation, check
+from sparrow.recipes.grpo_minibatches import Minibatch, combine_metrics, split_minibatches
 from sparrow.recipes.grpo_report import decode_responses, print_report, rollout_metrics, sample_rows
 from sparrow.recipes.sparrow_sft import ensure_warmup
 from sparrow.rollout import RolloutBatch
 from sparrow.tracking.tracker import SafeTrackers
 from sparrow.training import distributed
 from sparrow.training.device import resolve_device
+from sparrow.training.learning_rate import LearningRate
 from sparrow.training.logprob import score_tokens, token_logprobs
 from sparrow.training.mismatch import mismatch_panel
-from sparrow.training.packing import MicroBatch, pack, response_hidden, split_by_tokens
+from sparrow.training.packing import MicroBatch, response_hidden
 from sparrow.training.run_state import latest_run_state, resolve_resume, save_run_state
 
 
@@ -67,55 +70,67 @@ class SparrowGRPO:
     # Setup
 
     def setup(self) -> None:
+        """Cheap checks first, then the model (made by the warm-up, loaded, or from a save) and what stands on it."""
         cfg = self.cfg
         torch.manual_seed(cfg.seed)
         self.device = resolve_device(cfg.device, cfg.threads)
-        save = resolve_resume(cfg.resume, self.saves)
-        if save is None and latest_run_state(self.saves) is not None:
-            raise UserError(
-                f"output_dir: {self.output_dir} holds an earlier run; resume=auto goes on with it, another output_dir "
-                "starts beside it"
-            )
-        if cfg.warmup is not None:
+        save = self._find_save()
+        self._build_components()
+        if save is None and cfg.warmup is not None:
             ensure_warmup(cfg.warmup, Path(cfg.model))
         source = Path(cfg.model) if save is None else save / "model"
         self.model = load_decoder(source, self.device, torch.float32)
         self.tokenizer = Tokenizer(source)
-        self._build_components()
-        self.engine = Engine(
-            self.model, self.cache, self.tokenizer.eos_ids, cfg.engine, cfg.seed, self.acceptance.top_k
-        )
+        self._build_around_model()
         if save is not None:
             self._load_state(save)
         if distributed.rank() == 0:
             self.trackers.start(self.output_dir, yaml.safe_load(to_yaml(cfg)), self.run_id)
             self._print_start()
 
+    def _find_save(self) -> Path | None:
+        """The save to go on from; None where the run begins."""
+        save = resolve_resume(self.cfg.resume, self.saves)
+        if save is None and latest_run_state(self.saves) is not None:
+            raise UserError(
+                f"output_dir: {self.output_dir} holds an earlier run; resume=auto goes on with it, another output_dir "
+                "starts beside it"
+            )
+        return save
+
     def _build_components(self) -> None:
+        """What needs no model: a mistake shows before a warm-up or a large checkpoint takes its time."""
         cfg = self.cfg
         self.data: PromptData = cfg.data.build()
+        if cfg.validation is not None:
+            self.validation_data: PromptData = cfg.validation.data.build()
         self.rewards = [(r.name, r.weight, r) for r in (reward.build() for reward in cfg.reward)]
         self.cache = cfg.kv_cache.build()
         self.acceptance = cfg.acceptance.build()
         self.advantage, self.correction = cfg.advantage.build(), cfg.correction.build()
         self.loss, self.aggregation = cfg.loss.build(), cfg.aggregation.build()
+        self.distiller: Distiller | None = cfg.distiller.build() if cfg.distiller is not None else None
+        for difference in self.cache.check(cfg.model, cfg.sampling.temperature):  # raises where it is not allowed
+            if distributed.rank() == 0:
+                print(f"schedule, foreign but allowed: {difference}", flush=True)
+
+    def _build_around_model(self) -> None:
+        cfg, eos_ids = self.cfg, self.tokenizer.eos_ids
+        self.engine = Engine(self.model, self.cache, eos_ids, cfg.engine, cfg.seed, self.acceptance.top_k)
         # The reference is what the policy starts from, also when the run is resumed.
         self.reference = load_decoder(cfg.model, self.device, torch.float32) if cfg.kl_coef > 0 else None
         self.optimizer = cfg.optimizer.build(self.model.named_parameters())
-        self.base_lr = [group["lr"] for group in self.optimizer.param_groups]
-        self.distiller = cfg.distiller.build() if cfg.distiller is not None else None
-        self.parameters = list(self.model.parameters())
+        self.learning_rate = LearningRate(self.optimizer, cfg.lr_warmup_steps, cfg.final_lr)
+        self.parameters = list(self.model.parameters())  # those of the dense policy: the adapter comes after
         if self.distiller is not None:
             self.distiller.attach(self.model)
         if cfg.validation is not None:
-            self.validation_data: PromptData = cfg.validation.data.build()
             dense = DenseKVCache(self.cache.page_size, self.cache.block_size)
             # Numbers of its own: training and validation prompts count from 0 alike.
-            self.validation_engine = Engine(self.model, dense, self.tokenizer.eos_ids, cfg.engine, cfg.seed + 1)
+            self.validation_engine = Engine(self.model, dense, eos_ids, cfg.engine, cfg.seed + 1)
 
     def _print_start(self) -> None:
-        for difference in self.cache.check(self.cfg.model, self.cfg.sampling.temperature):
-            print(f"schedule, foreign but allowed: {difference}")
+        """What goes wrong most often: sampling parameters, end of the response, the prompt as the model sees it."""
         ids = self._encode(self.data.example(0))
         print(f"{self.cfg.sampling}, eos ids {self.tokenizer.eos_ids}")
         print(f"first prompt, {len(ids)} tokens: {self.tokenizer.decode(ids)!r}", flush=True)
@@ -123,6 +138,7 @@ class SparrowGRPO:
     # The loop
 
     def train(self) -> None:
+        """All steps that are left, with a save at the end, also where the user stops the run."""
         try:
             if self.step == 0 and self.cfg.validation is not None:
                 self._log(self._validate(self.cfg.validation), 0)
@@ -137,30 +153,35 @@ class SparrowGRPO:
             print_report(self.output_dir, self.saves, self.acceptance.tau)
 
     def _step(self) -> None:
+        """One step, the validation and the save that are due after it, and its row of metrics."""
         started = time.perf_counter()
         metrics = self._train_step()
         self.step += 1
         validation = self.cfg.validation
-        if validation is not None and (self.step % validation.every == 0 or self.step == self.cfg.steps):
-            metrics |= self._validate(validation)
-        metrics["time/step"] = time.perf_counter() - started
-        self._log(metrics, self.step)
+        try:
+            if validation is not None and (self.step % validation.every == 0 or self.step == self.cfg.steps):
+                metrics |= self._validate(validation)
+        finally:  # The step is done, and will be saved: Ctrl-C in the validation must not take its row.
+            metrics["time/step"] = time.perf_counter() - started
+            self._log(metrics, self.step)
         if self.step % self.cfg.checkpoint_every == 0:
             self._save()
 
     def _train_step(self) -> dict[str, float]:
+        """One batch of rollouts, from the prompts to the new weights; returns its metrics."""
         seconds: dict[str, float] = {}
         with _clock(seconds, "time/rollout"):
             batch = self._rollout()
         with _clock(seconds, "time/reward"):
-            reward_metrics, advantages = self._score(batch)
-        minibatches, others = self._micro_batches(batch)
-        everything = [micro for part in [*minibatches, others] for micro in part]
+            reward_metrics, keep_S = self._score(batch)
+        # Dense pass and update share their micro-batches, so that their log-probs are bit-equal.
+        minibatches, only_scored = split_minibatches(batch, keep_S, self.cfg, self.device)
+        everything = [micro for minibatch in minibatches for micro in minibatch.micro_batches] + only_scored
         with _clock(seconds, "time/dense"):
             metrics = self._dense_pass(batch, everything)
         metrics |= reward_metrics | rollout_metrics(batch, self.cache, self.model.config.num_layers)
         with _clock(seconds, "time/update"):
-            metrics |= self._update(batch, minibatches, advantages)
+            metrics |= self._update(batch, minibatches)
         if self.distiller is not None:
             with _clock(seconds, "time/distill"):
                 metrics |= self._distill(batch, everything)
@@ -190,40 +211,19 @@ class SparrowGRPO:
         batch.texts = decode_responses(batch, self.tokenizer)
         return batch
 
-    def _score(self, batch: RolloutBatch) -> tuple[dict[str, float], Advantages]:
-        """Rewards and group advantages; the figures are over all ranks."""
+    def _score(self, batch: RolloutBatch) -> tuple[dict[str, float], Tensor]:
+        """Rewards and group advantages; returns metrics over all ranks, and which sequences the loss counts [S]."""
         columns = columns_per_sequence(batch.columns, batch.groups_S)
         batch.rewards_S, parts = combine_rewards(self.rewards, batch.texts, columns)
-        advantages: Advantages = self.advantage(batch.rewards_S, batch.groups_S)
+        advantages = self.advantage(batch.rewards_S, batch.groups_S)
         batch.advantages_S = advantages.advantages_S
+        # The figures are those of the whole step; each rank's groups get numbers of their own for that.
         groups_S = batch.groups_S + distributed.rank() * self.cfg.prompts_per_step
         everywhere = self.advantage(distributed.gather(batch.rewards_S), distributed.gather(groups_S))
         metrics = dict(everywhere.metrics)
         for name, part_S in parts.items():
             metrics[f"rewards/{name}/mean"] = float(distributed.gather(part_S).nanmean())
-        # With a KL term the reference still pulls where no advantage does.
-        self.nothing_to_learn = everywhere.is_noop and self.cfg.kl_coef == 0
-        return metrics, advantages
-
-    def _micro_batches(self, batch: RolloutBatch) -> tuple[list[list[MicroBatch]], list[MicroBatch]]:
-        """Micro-batches of each minibatch, which dense pass and update share, so that their log-probs are bit-equal.
-
-        The second list holds the sequences without an advantage. Their gradient is zero: they are scored, for the
-        acceptance tail, and count in the denominators, but go through no update (unless a KL term pulls on them).
-        """
-        assert batch.advantages_S is not None
-        learns_S = (batch.advantages_S != 0) | (self.cfg.kl_coef > 0)
-        lengths = [len(p) + int(n) - 1 for p, n in zip(batch.prompts, batch.lengths_S, strict=True)]
-        # Whole groups, dealt out by their number in the step: the same split whatever the number of ranks.
-        part_S = (distributed.rank() + batch.groups_S * distributed.world_size()) % self.cfg.minibatches
-        self.part_S = part_S
-
-        def packed(chosen_S: Tensor) -> list[MicroBatch]:
-            members = chosen_S.nonzero().flatten().tolist()
-            groups = split_by_tokens([lengths[s] for s in members], self.cfg.micro_batch_tokens)
-            return [pack(batch, [members[i] for i in group], self.device) for group in groups]
-
-        return [packed((part_S == part) & learns_S) for part in range(self.cfg.minibatches)], packed(~learns_S)
+        return metrics, advantages.keep_S
 
     @torch.no_grad()
     def _dense_pass(self, batch: RolloutBatch, micro_batches: list[MicroBatch]) -> dict[str, float]:
@@ -231,7 +231,6 @@ class SparrowGRPO:
         cfg = self.cfg
         T = batch.num_tokens
         logprobs_T, entropy_T, exact_T, top_k_T, floor_T = torch.zeros(5, T).unbind()
-        reference_T = torch.zeros(T)
         for micro in micro_batches:
             at = micro.index_N
             hidden_NE = response_hidden(self.model, micro, self._dense_attention(micro))
@@ -251,19 +250,19 @@ class SparrowGRPO:
             floor_T[at] = top_k_floor(top_logprobs)
             if scores.alpha_exact_N is not None:
                 exact_T[at] = scores.alpha_exact_N.cpu()
-            if self.reference is not None:
-                reference_T[at] = self._reference_logprobs(micro).cpu()
-        batch.dense_logprobs_T, batch.entropy_T, self.reference_T = logprobs_T, entropy_T, reference_T
-        batch.alpha_T, other_T = self.acceptance.headline(None if batch.hidden_TE is None else exact_T, top_k_T)
-        return self._acceptance_metrics(batch, floor_T, other_T) | self._correct(batch)
+        batch.dense_logprobs_T, batch.entropy_T = logprobs_T, entropy_T
+        if self.reference is not None:
+            batch.reference_logprobs_T = self._reference_logprobs(self.reference, T, micro_batches)
+        batch.alpha_T, beside_T = self.acceptance.headline(None if batch.hidden_TE is None else exact_T, top_k_T)
+        return self._acceptance_metrics(batch, floor_T, beside_T) | self._correct(batch)
 
-    def _acceptance_metrics(self, batch: RolloutBatch, floor_T: Tensor, other_T: Tensor | None) -> dict[str, float]:
+    def _acceptance_metrics(self, batch: RolloutBatch, floor_T: Tensor, top_k_T: Tensor | None) -> dict[str, float]:
         assert batch.alpha_T is not None and batch.entropy_T is not None
         metrics: dict[str, float] = self.acceptance.summary(
             distributed.gather(batch.alpha_T),
             distributed.gather(floor_T),
             distributed.gather(batch.cached_length_T),
-            None if other_T is None else distributed.gather(other_T),
+            None if top_k_T is None else distributed.gather(top_k_T),
         )
         return metrics | {
             "acceptance/tau": self.acceptance.tau,
@@ -280,43 +279,36 @@ class SparrowGRPO:
         _, metrics = self.correction(*everywhere)
         return metrics | mismatch_panel(everywhere[1], everywhere[0], everywhere[2])
 
-    def _update(
-        self, batch: RolloutBatch, minibatches: list[list[MicroBatch]], advantages: Advantages
-    ) -> dict[str, float]:
-        """Optimizer steps on the dense weights; none where no sequence has an advantage or a value is not finite."""
-        self._set_learning_rate()
-        metrics = {"lr": self.optimizer.param_groups[0]["lr"], "update/noop": float(self.nothing_to_learn)}
-        if self.nothing_to_learn:
-            return metrics
-        for part, micro_batches in enumerate(minibatches):
-            sums = self._accumulate(batch, micro_batches, advantages.keep_S, self.part_S == part)
-            distributed.sum_gradients(self.parameters)
-            sums = distributed.sum_values(sums)
-            norm = float(nn.utils.clip_grad_norm_(self.parameters, self.cfg.max_grad_norm))
-            tokens = max(sums.pop("tokens"), 1.0)
-            loss = sums.pop("loss")
-            finite = self._finite(loss=loss, grad_norm=norm, tokens=sums.pop("nonfinite"))
-            if finite:
-                self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            metrics |= {"loss": loss, "grad_norm": norm, "update/skipped": float(not finite)}
-            metrics |= {name: value / tokens for name, value in sums.items()}
-        return metrics
+    def _update(self, batch: RolloutBatch, minibatches: list[Minibatch]) -> dict[str, float]:
+        """One optimizer step on the dense weights for each minibatch that has something to learn from.
 
-    def _accumulate(
-        self, batch: RolloutBatch, micro_batches: list[MicroBatch], keep_S: Tensor, part_S: Tensor
-    ) -> dict[str, float]:
-        """Gradients of one minibatch on this rank; returns sums over its tokens."""
-        counted_S = keep_S & part_S
-        counts = {"tokens": float(batch.lengths_S[counted_S].sum()), "sequences": float(counted_S.sum())}
-        counts = distributed.sum_values(counts)
-        totals = BatchTotals(max(int(counts["tokens"]), 1), max(int(counts["sequences"]), 1))
-        sums = {"tokens": float(sum(len(m.index_N) for m in micro_batches)), "loss": 0.0, "nonfinite": 0.0}
-        for micro in micro_batches:
-            loss, metrics = self._micro_loss(batch, micro, totals)
+        The others are left out even though their gradient is zero: momentum and weight decay would move the weights.
+        """
+        self.learning_rate.set(self.step, self.step, self.cfg.steps)
+        metrics = [self._optimizer_step(batch, minibatch) for minibatch in minibatches if minibatch.learning_tokens]
+        lr = self.optimizer.param_groups[0]["lr"]
+        return {"lr": lr, "update/noop": float(not metrics)} | combine_metrics(metrics)
+
+    def _optimizer_step(self, batch: RolloutBatch, minibatch: Minibatch) -> dict[str, float]:
+        """Leaves the weights alone where a value is not finite."""
+        sums = distributed.sum_values(self._accumulate(batch, minibatch))
+        distributed.sum_gradients(self.parameters)
+        norm = float(nn.utils.clip_grad_norm_(self.parameters, self.cfg.max_grad_norm))
+        loss = sums.pop("loss")
+        finite = self._finite(loss=loss, grad_norm=norm, tokens=sums.pop("nonfinite"))
+        if finite:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        shares = {name: value / minibatch.learning_tokens for name, value in sums.items()}
+        return {"loss": loss, "grad_norm": norm, "update/skipped": float(not finite)} | shares
+
+    def _accumulate(self, batch: RolloutBatch, minibatch: Minibatch) -> dict[str, float]:
+        """Gradients of one minibatch on this rank; returns its loss, and metrics as sums over its tokens."""
+        sums = {"loss": 0.0, "nonfinite": 0.0}
+        for micro in minibatch.micro_batches:
+            loss, metrics = self._micro_loss(batch, micro, minibatch.totals)
             loss.backward()
-            metrics["loss"] = loss.detach()
-            for name, value in metrics.items():
+            for name, value in {**metrics, "loss": loss.detach()}.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
         return sums
 
@@ -330,7 +322,8 @@ class SparrowGRPO:
             hidden_NE, self.model.logits, micro.targets_N, cfg.sampling.temperature, cfg.logprob_chunk
         )
         sequence_N = batch.sequence_T[micro.index_N]
-        reference_N = self.reference_T[micro.index_N].to(self.device) if self.reference is not None else None
+        reference_T = batch.reference_logprobs_T
+        reference_N = None if reference_T is None else reference_T[micro.index_N].to(self.device)
         inputs = LossInputs(
             logprobs_T=logprobs_N,
             old_logprobs_T=batch.dense_logprobs_T[micro.index_N].to(self.device),
@@ -373,18 +366,14 @@ class SparrowGRPO:
     def _dense_attention(self, micro: MicroBatch) -> PackedCausal:
         return PackedCausal(micro.lengths, self.device)
 
-    def _reference_logprobs(self, micro: MicroBatch) -> Tensor:
-        assert self.reference is not None
-        hidden_NE = response_hidden(self.reference, micro, self._dense_attention(micro))
-        head, temperature = self.reference.logits, self.cfg.sampling.temperature
-        return token_logprobs(hidden_NE, head, micro.targets_N, temperature, self.cfg.logprob_chunk)[0]
-
-    def _set_learning_rate(self) -> None:
-        """Linear warm-up, times a linear way to `final_lr`."""
-        warm = min((self.step + 1) / (self.cfg.lr_warmup_steps + 1), 1.0)
-        share = warm * (1 - (1 - self.cfg.final_lr) * self.step / self.cfg.steps)
-        for group, base in zip(self.optimizer.param_groups, self.base_lr, strict=True):
-            group["lr"] = base * share
+    def _reference_logprobs(self, reference: Decoder, T: int, micro_batches: list[MicroBatch]) -> Tensor:
+        temperature, chunk = self.cfg.sampling.temperature, self.cfg.logprob_chunk
+        logprobs_T = torch.zeros(T)
+        for micro in micro_batches:
+            hidden_NE = response_hidden(reference, micro, self._dense_attention(micro))
+            logprobs_N, _ = token_logprobs(hidden_NE, reference.logits, micro.targets_N, temperature, chunk)
+            logprobs_T[micro.index_N] = logprobs_N.cpu()
+        return logprobs_T
 
     def _finite(self, loss: float, grad_norm: float, tokens: float) -> bool:
         """Whether the step may be taken; otherwise it is counted, named, and after some in a row the run ends."""
@@ -443,6 +432,8 @@ class SparrowGRPO:
 
     def _write_state(self, folder: Path) -> None:
         save_decoder(self.model, folder / "model", self.tokenizer.path)
+        if self.distiller is not None:
+            self.distiller.export(folder / "adapter")
         state = {
             "step": self.step,
             "version": self.engine.version,

@@ -34,6 +34,7 @@ from sparrow.models.decoder_config import DecoderConfig
 from sparrow.models.tokenizer import Tokenizer
 from sparrow.training import distributed
 from sparrow.training.device import resolve_device
+from sparrow.training.learning_rate import LearningRate
 
 
 @dataclass(kw_only=True)
@@ -84,7 +85,7 @@ class SFTConfig:
     stages: list[Stage]
     optimizer: Annotated[Component, Positional(1)]
     lr_warmup_steps: int = 10
-    final_lr: float = 0.02  # share of the rate that the last stage decays to, linearly
+    final_lr: float = 0.02  # share of the rate that the last step of the last stage has, linearly; 1 is constant
     log_every: int = 20
 
 
@@ -101,37 +102,44 @@ class SparrowSFT:
         self.step = 0
 
     def setup(self) -> None:
+        """The model, loaded or drawn, its optimizer and the data of each stage."""
         self.device = resolve_device(self.cfg.device, self.cfg.threads)
         self.model, self.tokenizer = self._load() if self.cfg.fresh is None else self._draw(self.cfg.fresh)
         self.optimizer = self.cfg.optimizer.build(self.model.named_parameters())
-        self.base_lr = [group["lr"] for group in self.optimizer.param_groups]
+        self.learning_rate = LearningRate(self.optimizer, self.cfg.lr_warmup_steps, self.cfg.final_lr)
         self.stages: list[PromptData] = [stage.data.build() for stage in self.cfg.stages]
 
     def train(self) -> None:
-        started = time.perf_counter()
-        for number, (stage, data) in enumerate(zip(self.cfg.stages, self.stages, strict=True)):
-            last = number == len(self.stages) - 1
-            accuracy = 0.0
-            for i in range(stage.steps):
-                check_stop()
-                self._set_learning_rate(1 - (1 - self.cfg.final_lr) * i / stage.steps if last else 1.0)
-                numbers = range(i * stage.batch_size, (i + 1) * stage.batch_size)
-                loss, correct = self._step(data, numbers[distributed.rank() :: distributed.world_size()])
-                accuracy = correct if i == 0 else 0.8 * accuracy + 0.2 * correct
-                self.step += 1
-                if self.step % self.cfg.log_every == 0 and distributed.rank() == 0:
-                    elapsed = time.perf_counter() - started
-                    print(
-                        f"warm-up  step {self.step}  stage {number + 1}/{len(self.stages)}  loss {loss:.4f}  "
-                        f"token accuracy {accuracy:.4f}  {elapsed:.0f}s",
-                        flush=True,
-                    )
-                if accuracy >= stage.until_accuracy:
-                    break
+        """All stages, and the checkpoint at the end; there are no saves on the way."""
+        self.started = time.perf_counter()
+        for number in range(len(self.stages)):
+            self._stage(number)
         if distributed.rank() == 0:
             save_decoder(self.model, self.output_dir / "model", self.tokenizer.path)
-            print(f"warm-up  {self.step} steps in {time.perf_counter() - started:.0f}s: {self.output_dir / 'model'}")
+            seconds = time.perf_counter() - self.started
+            print(f"warm-up  {self.step} steps in {seconds:.0f}s: {self.output_dir / 'model'}")
         distributed.barrier()
+
+    def _stage(self, number: int) -> None:
+        """Steps of one stage, until its number of steps or its accuracy is reached; the last one decays the rate."""
+        stage, data = self.cfg.stages[number], self.stages[number]
+        is_last = number == len(self.stages) - 1
+        accuracy = 0.0
+        for i in range(stage.steps):
+            check_stop()
+            self.learning_rate.set(self.step, i if is_last else 0, stage.steps)
+            numbers = range(i * stage.batch_size, (i + 1) * stage.batch_size)
+            loss, correct = self._step(data, numbers[distributed.rank() :: distributed.world_size()])
+            accuracy = correct if i == 0 else 0.8 * accuracy + 0.2 * correct
+            self.step += 1
+            if self.step % self.cfg.log_every == 0 and distributed.rank() == 0:
+                print(
+                    f"warm-up  step {self.step}  stage {number + 1}/{len(self.stages)}  loss {loss:.4f}  "
+                    f"token accuracy {accuracy:.4f}  {time.perf_counter() - self.started:.0f}s",
+                    flush=True,
+                )
+            if accuracy >= stage.until_accuracy:
+                break
 
     def _step(self, data: PromptData, numbers: range) -> tuple[float, float]:
         """One optimizer step; returns loss and share of response tokens that are the most probable ones."""
@@ -164,11 +172,6 @@ class SparrowSFT:
         attention = PackedCausal([len(x) for x in tokens], self.device)
         packed = torch.tensor([token for x in tokens for token in x], device=self.device)
         return packed, torch.tensor(targets, device=self.device), torch.cat(predicts).to(self.device), attention
-
-    def _set_learning_rate(self, decay: float) -> None:
-        share = min((self.step + 1) / (self.cfg.lr_warmup_steps + 1), 1.0) * decay
-        for group, base in zip(self.optimizer.param_groups, self.base_lr, strict=True):
-            group["lr"] = base * share
 
     def _load(self) -> tuple[Decoder, Tokenizer]:
         assert self.cfg.model is not None

@@ -35,8 +35,8 @@ usage: tune run [TORCHRUN OPTIONS] RECIPE --config CONFIG [key=value ...] [~key 
 
   RECIPE       a name from `tune ls`, the path of a recipe file (my_recipe.py), or a module (my.recipe)
   CONFIG       a name from `tune ls`, or the path of a YAML file
-  key=value    overrides the config: lr=1e-6, loss.clip_high=0.28, loss=sparrow.components.loss.GSPO, rewards.0.weight=2
-  ~key         removes a key of the config
+  key=value    overrides the config: steps=50, loss.clip_high=0.28, loss=sparrow.components.loss.GSPO, reward.0.weight=2
+  ~key         removes a key of the config, or an item of a list: ~validation, ~trackers.1
 
 Any option of torchrun starts the recipe in several processes, on this machine unless --nnodes or --rdzv_endpoint
 says otherwise:

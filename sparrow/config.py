@@ -28,6 +28,7 @@ T = TypeVar("T")
 Tree = dict[str, Any]
 COMMAND_LINE = "command line"
 _LITERAL_DOLLAR = re.compile(r"(\\*)\$\{")  # to be escaped, and every backslash before it doubled
+_REMOVED = object()  # in the place of a list's item, so that the other overrides' indices stay those of the files
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def _merged(name_or_path: str, overrides: Sequence[str]) -> tuple[Tree, list[Lay
     for key in (override[1:] for override in overrides if override.startswith("~")):
         _remove(tree, key)
     command_line = _command_line([override for override in overrides if not override.startswith("~")])
-    return _merge(tree, command_line), [Layer(COMMAND_LINE, command_line), *files]
+    return _without_removed(_merge(tree, command_line)), [Layer(COMMAND_LINE, command_line), *files]
 
 
 def _file_layers(path: Path, above: tuple[Path, ...] = ()) -> list[Layer]:
@@ -176,13 +177,32 @@ def _merge_list(below: list[Any], above: dict[int, Any]) -> list[Any]:
 
 
 def _remove(tree: Any, key: str) -> None:
+    """Deletes a mapping's key, or marks a list's item (`trackers.2`) as removed."""
     *parents, last = key.split(".")
     for part in parents:
-        tree = tree.get(part) if isinstance(tree, dict) else None
-    if not isinstance(tree, dict) or last not in tree:
-        hint = did_you_mean(last, [str(name) for name in tree]) if isinstance(tree, dict) else ""
-        raise UserError(f"{COMMAND_LINE}: ~{key}: there is no such key to remove{hint}")
-    del tree[last]
+        tree = _children(tree).get(part)
+    if last not in _children(tree):
+        hint = f"; the list has {len(tree)} items, from 0" if isinstance(tree, list) else ""
+        raise UserError(
+            f"{COMMAND_LINE}: ~{key}: there is no such key to remove{hint or did_you_mean(last, _children(tree))}"
+        )
+    if isinstance(tree, list):
+        tree[int(last)] = _REMOVED
+    else:
+        del tree[last]
+
+
+def _children(node: Any) -> Tree:
+    """What a dotted key can go on with: the keys of a mapping, the indices of a list."""
+    if isinstance(node, list):
+        return {str(index): item for index, item in enumerate(node)}
+    return {key: item for key, item in node.items() if isinstance(key, str)} if isinstance(node, dict) else {}
+
+
+def _without_removed(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _without_removed(item) for key, item in node.items()}
+    return [_without_removed(item) for item in node if item is not _REMOVED] if isinstance(node, list) else node
 
 
 def _resolved(tree: Tree, layers: Sequence[Layer]) -> Any:
@@ -208,10 +228,8 @@ def _has(tree: Any, parts: Sequence[str]) -> bool:
     for part in parts:
         if isinstance(tree, str):
             return part == COMPONENT_KEY  # a component given by its path alone
-        if isinstance(tree, list):
-            tree = dict(enumerate(tree)).get(int(part)) if part.isdigit() else None
-        elif isinstance(tree, dict) and part in tree:
-            tree = tree[part]
-        else:
+        children = _children(tree)
+        if part not in children:
             return False
+        tree = children[part]
     return True

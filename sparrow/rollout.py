@@ -30,6 +30,13 @@ class RolloutBatch:
         version: the weights' version that generated it (`Engine.version`).
         columns: per group, what the data set said besides the prompt (gold answer, ...), for the reward functions.
         texts: S decoded responses, for rewards and the sample table; training never re-tokenises them.
+        rewards_S: weighted sum of the reward functions; NaN where none had an opinion.
+        advantages_S: within the group, fp32.
+        dense_logprobs_T: log-prob of the token under the dense policy before the update, at the sampling temperature.
+        entropy_T: of the dense policy, nats.
+        reference_logprobs_T: the token's log-prob under the frozen reference, for the KL term.
+        alpha_T: acceptance rate, by the chosen estimator.
+        correction_T: constant weight of the token's loss, from dense over rollout log-prob.
     """
 
     prompts: list[list[int]]
@@ -52,6 +59,7 @@ class RolloutBatch:
     advantages_S: Tensor | None = None
     dense_logprobs_T: Tensor | None = None
     entropy_T: Tensor | None = None
+    reference_logprobs_T: Tensor | None = None
     alpha_T: Tensor | None = None
     correction_T: Tensor | None = None
 

@@ -198,6 +198,17 @@ def test_overrides(load: Load) -> None:
     assert load(text, "~limit", "~name").limit is None
 
 
+def test_items_of_lists_are_removed_by_the_index_they_have_in_the_file(load: Load) -> None:
+    text = (
+        "steps: 1\ninner: {sizes: [1, 2, 3]}\nparts: [{_component_: ME.free, x: a}, {_component_: ME.Leaf, width: 1}]"
+    )
+    assert load(text, "~inner.sizes.2").inner.sizes == [1, 2]
+    assert load(text, "~inner.sizes.0", "~inner.sizes.1").inner.sizes == [3]
+    assert load(text, "~parts.1.width", "parts.1.width=4").parts[1].build() == Leaf(4)
+    (part,) = load(text, "~parts.0", "parts.1.width=5").parts
+    assert part.build() == Leaf(5)
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -206,6 +217,8 @@ def test_overrides(load: Load) -> None:
         ("a..b=1", "'a..b=1' is not key=value"),
         ("~stops", "~stops: there is no such key to remove, did you mean 'steps'?"),
         ("~steps.x", "~steps.x: there is no such key to remove"),
+        ("~inner.sizes.1", "~inner.sizes.1: there is no such key to remove; the list has 1 items, from 0"),
+        ("~inner.sizes.-1", "~inner.sizes.-1: there is no such key to remove; the list has 1 items, from 0"),
         ("name=[", "command line: name: '[' is not readable as YAML"),
         ("inner.sizes.7=1", "index 7 is beyond the list's 1 items"),
         ("stepz=1", "command line: stepz: unknown key, did you mean 'steps'?"),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import configparser
 import os
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -115,3 +117,16 @@ def test_every_pinned_version_satisfies_its_requirement() -> None:
     required = METADATA["options"]["install_requires"].split("\n")[1:]
     for requirement in map(Requirement, required):
         assert requirement.specifier.contains(pinned[requirement.name]), requirement
+
+
+def test_every_requirement_is_imported() -> None:
+    """What only a dependency needs is for that dependency to ask for."""
+    from packaging.requirements import Requirement
+
+    sources = [path for folder in ("sparrow", "components", "recipes") for path in (ROOT / folder).rglob("*.py")]
+    imports = re.compile(r"^\s*(?:from|import) (\w+)", re.MULTILINE)
+    imported = {module for path in sources for module in imports.findall(path.read_text(encoding="utf-8"))}
+    distributions = packages_distributions()
+    used = {name.lower() for module in imported for name in distributions.get(module, [])}
+    required = METADATA["options"]["install_requires"].split("\n")[1:]
+    assert {requirement.name for requirement in map(Requirement, required)} <= used

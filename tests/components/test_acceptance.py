@@ -99,7 +99,7 @@ def test_summary_by_hand() -> None:
     # 21 values 0, .05, ..., 1: quantile q stands at q * 20, so p5 = .05, p1 = .2 * .05 = .01, p50 = .5.
     alpha_T = torch.arange(21).double() / 20
     position_T = torch.where(torch.arange(21) < 11, 100, 5000)
-    summary = AcceptanceTail().summary(alpha_T, torch.full((21,), 0.96), position_T, other_T=alpha_T / 2)
+    summary = AcceptanceTail().summary(alpha_T, torch.full((21,), 0.96), position_T, top_k_T=alpha_T / 2)
     assert summary == pytest.approx(
         {
             "acceptance/p5": 0.05,
@@ -130,11 +130,12 @@ def test_summary_leaves_out_and_counts_non_finite_tokens() -> None:
     assert tail.summary(torch.zeros(0), torch.zeros(0), position_T[:0]) == {"acceptance/nonfinite": 0.0}
 
 
-def test_names_follow_quantile_and_estimator() -> None:
-    alpha_T, position_T = torch.tensor([0.8, 0.9]), torch.tensor([0, 0])
-    tail = AcceptanceTail(estimator="top_k", quantile=0.1)
-    summary = tail.summary(alpha_T, alpha_T, position_T, other_T=alpha_T)
-    assert {"acceptance/p10", "acceptance/p10_bin/0", "acceptance/floor_p10", "acceptance/exact_p10"} <= set(summary)
+def test_the_top_k_estimate_as_headline_has_nothing_beside_it() -> None:
+    tail, alpha_T = AcceptanceTail("top_k"), torch.tensor([0.8, 0.9])
+    headline_T, beside_T = tail.headline(None, alpha_T)
+    summary = tail.summary(headline_T, alpha_T, torch.tensor([0, 0]), beside_T)
+    assert {"acceptance/p5", "acceptance/p5_bin/0", "acceptance/floor_p5"} <= set(summary)
+    assert not {"acceptance/top_k_p5", "acceptance/exact_p5"} & set(summary)
 
 
 @pytest.mark.parametrize(("estimator", "tau"), [("exact", 0.91), ("top_k", 0.86)])
@@ -151,7 +152,6 @@ def test_headline() -> None:
     exact_T, top_k_T = torch.tensor([0.9]), torch.tensor([0.8])
     assert AcceptanceTail("exact").needs_hidden and not AcceptanceTail("top_k").needs_hidden
     assert AcceptanceTail("exact").headline(exact_T, top_k_T) == (exact_T, top_k_T)
-    assert AcceptanceTail("top_k").headline(exact_T, top_k_T) == (top_k_T, exact_T)
     assert AcceptanceTail("top_k").headline(None, top_k_T) == (top_k_T, None)
 
 
@@ -161,7 +161,6 @@ def test_headline() -> None:
         ({"estimator": "p5"}, "estimator 'p5'"),
         ({"top_k": 0}, "top_k 0"),
         ({"bin_width": 0}, "bin_width 0"),
-        ({"quantile": 5.0}, "quantile 5.0"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:

@@ -58,7 +58,6 @@ def test_equal_rewards_give_exactly_zero() -> None:
     result = GroupAdvantage(eps=1e-20)(torch.full((7,), 0.1, dtype=torch.float64), torch.zeros(7, dtype=torch.int64))
     assert result.advantages_S.tolist() == [0.0] * 7
     assert result.metrics["frac_reward_zero_std"] == 1.0
-    assert result.is_noop
 
 
 def test_keep_and_drop_of_zero_variance_groups() -> None:
@@ -72,18 +71,17 @@ def test_keep_and_drop_of_zero_variance_groups() -> None:
     assert torch.equal(keep.advantages_S, drop.advantages_S)
     assert keep.metrics == drop.metrics
     assert keep.metrics["frac_reward_zero_std"] == 0.5
-    assert not keep.is_noop
 
 
-def test_all_not_applicable_is_a_noop_with_an_honest_mean() -> None:
+def test_all_not_applicable_has_no_advantage_and_an_honest_mean() -> None:
     result = GroupAdvantage()(torch.full((4,), NAN), torch.tensor([0, 0, 1, 1]))
-    assert result.is_noop and math.isnan(result.metrics["reward"])
+    assert result.advantages_S.tolist() == [0.0] * 4 and math.isnan(result.metrics["reward"])
     assert result.metrics["rewards/not_applicable"] == 4
 
 
-def test_a_rank_without_sequences_is_a_noop() -> None:
+def test_a_rank_may_have_no_sequences() -> None:
     result = GroupAdvantage()(torch.zeros(0), torch.zeros(0, dtype=torch.int64))
-    assert result.advantages_S.shape == result.keep_S.shape == (0,) and result.is_noop
+    assert result.advantages_S.shape == result.keep_S.shape == (0,)
 
 
 def test_bad_arguments() -> None:

@@ -4,10 +4,13 @@ import math
 
 import pytest
 import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from sparrow.attention.packed import PackedCausal
 from sparrow.components.distiller import LoRADistiller, k3
 from sparrow.errors import UserError
+from sparrow.models.checkpoint import save_decoder
 from sparrow.models.decoder import Decoder
 from sparrow.models.decoder_config import DecoderConfig
 
@@ -75,6 +78,23 @@ def test_state_round_trip():
     wrong.attach(Decoder(CONFIG))
     with pytest.raises(UserError, match="other modules"):
         wrong.load_state_dict(state)
+
+
+def test_peft_loads_the_exported_adapter_onto_transformers_model(tmp_path):
+    model, distiller = attached()
+    with torch.no_grad():
+        for parameter in distiller.adapter.values():
+            parameter.normal_(std=0.2)
+    save_decoder(model, tmp_path / "model", None)
+    distiller.export(tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    with distiller.rollout():
+        ours = logits(model)
+    with torch.no_grad():
+        assert (base(TOKENS[None]).logits[0] - ours).abs().max() > 1e-2
+        # LoRA on all linear layers: a key that were missed would leave its matrix B at zero.
+        theirs = PeftModel.from_pretrained(base, tmp_path / "adapter")(TOKENS[None]).logits[0]
+    torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("bad", [{"rank": 0}, {"learning_rate": 0.0}, {"targets": ["lm_head"]}])

@@ -13,7 +13,10 @@ from .conftest import HERE, metrics
 
 PARTS = """
 import math
+import os
+import signal
 import torch
+from sparrow.components.pointer_chase import PointerChase
 from sparrow.components.loss import ClippedSurrogate, LossOutput
 
 def short(completions, **columns):
@@ -23,6 +26,16 @@ class NanLoss:
     def __call__(self, inputs):
         output = ClippedSurrogate()(inputs)
         return LossOutput(output.loss_T * math.nan, output.metrics)
+
+class Stopping:
+    # Prompts whose reader presses Ctrl-C before number `at`, counted over all readings.
+    def __init__(self, at: int):
+        self.problems, self.at, self.read = PointerChase(nodes=5, hops=2), at, 0
+    def example(self, number):
+        self.read += 1
+        if self.read == self.at:
+            os.kill(os.getpid(), signal.SIGINT)
+        return self.problems.example(number)
 
 class NanOnce:
     calls = 0
@@ -63,6 +76,9 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], *words: st
         ("kv_cache.budget.pages=[2]", ["2", "sink", "recent"]),
         ("num_samples=1", ["num_samples", "1"]),
         ("sampling.temperature=0.0", ["sampling.temperature", "greedy"]),
+        ("sampling.top_k=20", ["sampling", "top_k 20", "ratio is not 1"]),
+        ("sampling.top_p=0.9", ["sampling", "top_p 0.9", "ratio is not 1"]),
+        ("sampling.min_p=0.1", ["sampling", "min_p 0.1", "ratio is not 1"]),
         ("prompts_per_step=0", ["prompts_per_step", "0"]),
         ("engine.kv_tokens=32", ["engine.kv_tokens", "32"]),
         ("device=tpu", ["device", "tpu"]),
@@ -79,6 +95,8 @@ def test_a_bad_value_is_named(arguments, capsys, override, words):
 def test_a_schedule_of_another_model(arguments, capsys):
     schedule = ["~kv_cache.budget.pages", "~kv_cache.budget.bin_width", "kv_cache.budget.path=qwen3-4b-0.86"]
     refused(arguments(*schedule), capsys, "qwen3-4b", "page_size", "allow_foreign")
+    # Before anything expensive: the model is not even looked for.
+    refused(arguments(*schedule, "model=nowhere"), capsys, "qwen3-4b", "page_size", "allow_foreign")
 
 
 def test_a_truncated_checkpoint(arguments, checkpoint, tmp_path, capsys):
@@ -112,6 +130,24 @@ def test_a_loss_that_is_never_finite_ends_the_run(arguments, parts, tmp_path, ca
 def test_one_loss_that_is_not_finite_is_skipped(arguments, parts, tmp_path):
     assert sparrow_grpo.main(arguments(f"loss={{_component_: {parts}.NanOnce}}", "steps=2")) == 0
     assert [row.get("update/skipped") for row in metrics(tmp_path / "run")] == [None, 1.0, 0.0]
+
+
+def test_a_skipped_minibatch_is_not_hidden_by_the_next(arguments, parts, tmp_path):
+    overrides = [f"loss={{_component_: {parts}.NanOnce}}", "steps=1", "minibatches=2", "num_samples=8"]
+    assert sparrow_grpo.main(arguments(*overrides)) == 0
+    row = metrics(tmp_path / "run")[1]
+    assert row["update/skipped"] == 1.0
+    assert row["loss"] == row["grad_norm"] == "nan"
+    assert row["policy/ratio_error"] == 0.0, "the first minibatch took no step, so the second is still on-policy"
+
+
+def test_ctrl_c_in_a_validation_keeps_the_row_of_the_step_that_is_saved(arguments, parts, tmp_path):
+    data = f"validation={{data: {{_component_: {parts}.Stopping, at: 5}}, prompts: 4, every: 1}}"
+    assert sparrow_grpo.main(arguments(data, "steps=2")) == 130
+    first, second = metrics(tmp_path / "run")
+    assert (first["step"], second["step"]) == (0, 1)
+    assert "reward" in second and "val/mean@1" not in second
+    assert (tmp_path / "run" / "checkpoints" / "step_000001" / "COMPLETE").exists()
 
 
 def test_a_warm_up_of_another_alphabet(tmp_path, capsys):

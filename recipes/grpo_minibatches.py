@@ -1,0 +1,89 @@
+"""The optimizer steps that one batch of rollouts is split into, and what is logged of them together.
+
+Axes: S sequences of this rank's batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparrow.components.aggregation import BatchTotals
+from sparrow.recipes.grpo_config import GRPOConfig
+from sparrow.rollout import RolloutBatch
+from sparrow.training import distributed
+from sparrow.training.packing import MicroBatch, pack, split_by_tokens
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """One optimizer step, as far as this rank takes part.
+
+    Attributes:
+        micro_batches: its sequences that teach something, packed; none on a rank that has no such sequence.
+        learning_tokens: response tokens of these sequences over all ranks; with 0 there is no step to take.
+        totals: denominators of the loss over all ranks. Sequences without an advantage count in them, unless the
+            advantage says otherwise, although their gradient is zero.
+    """
+
+    micro_batches: list[MicroBatch]
+    learning_tokens: int
+    totals: BatchTotals
+
+
+def split_minibatches(
+    batch: RolloutBatch, keep_S: Tensor, cfg: GRPOConfig, device: torch.device
+) -> tuple[list[Minibatch], list[MicroBatch]]:
+    """Deals whole groups out to `cfg.minibatches` optimizer steps.
+
+    Args:
+        keep_S: bool; sequences that count in the denominators (`Advantages.keep_S`) whether they teach or not.
+
+    Returns:
+        The minibatches, and micro-batches of the sequences without an advantage: these are scored, for the acceptance
+        tail, but go through no update. With a KL term there are none, since the reference pulls on every sequence.
+    """
+    assert batch.advantages_S is not None
+    learns_S = (batch.advantages_S != 0) | (cfg.kl_coef > 0)
+    counted_S = keep_S | learns_S
+    # By the group's number in the step: the same split whatever the number of ranks.
+    part_S = (distributed.rank() + batch.groups_S * distributed.world_size()) % cfg.minibatches
+    minibatches = [
+        Minibatch(
+            _packed(batch, learns_S & (part_S == part), cfg.micro_batch_tokens, device),
+            *_counts(batch, learns_S & (part_S == part), counted_S & (part_S == part)),
+        )
+        for part in range(cfg.minibatches)
+    ]
+    return minibatches, _packed(batch, ~learns_S, cfg.micro_batch_tokens, device)
+
+
+def combine_metrics(minibatches: Sequence[dict[str, float]]) -> dict[str, float]:
+    """`update/skipped` added up, everything else averaged over the minibatches; one that is not finite shows."""
+    values: dict[str, list[float]] = {}
+    for metrics in minibatches:
+        for name, value in metrics.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(v) if name == "update/skipped" else sum(v) / len(v) for name, v in values.items()}
+
+
+def _packed(batch: RolloutBatch, chosen_S: Tensor, max_tokens: int, device: torch.device) -> list[MicroBatch]:
+    members = chosen_S.nonzero().flatten().tolist()
+    lengths = [len(batch.prompts[s]) + int(batch.lengths_S[s]) - 1 for s in members]
+    return [pack(batch, [members[i] for i in group], device) for group in split_by_tokens(lengths, max_tokens)]
+
+
+def _counts(batch: RolloutBatch, learning_S: Tensor, counted_S: Tensor) -> tuple[int, BatchTotals]:
+    """Learning tokens and denominators, over all ranks."""
+    sums = distributed.sum_values(
+        {
+            "learning": float(batch.lengths_S[learning_S].sum()),
+            "tokens": float(batch.lengths_S[counted_S].sum()),
+            "sequences": float(counted_S.sum()),
+        }
+    )
+    # Without a learning sequence they may be 0, and are not used.
+    return int(sums["learning"]), BatchTotals(max(int(sums["tokens"]), 1), max(int(sums["sequences"]), 1))
