@@ -8,11 +8,18 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from sparrow.attention.packed import PackedCausal
+from sparrow.components.budget import FixedBudget
 from sparrow.components.distiller import LoRADistiller, k3
+from sparrow.components.kv_cache import SparseKVCache
+from sparrow.components.selector import CentroidSelector
+from sparrow.engine.engine import Engine, EngineConfig
+from sparrow.engine.sampler import SamplingParams
 from sparrow.errors import UserError
 from sparrow.models.checkpoint import save_decoder
-from sparrow.models.decoder import Decoder
+from sparrow.models.decoder import Decoder, InitOptions
 from sparrow.models.decoder_config import DecoderConfig
+from sparrow.training.logprob import token_logprobs
+from sparrow.training.packing import pack, response_hidden
 
 CONFIG = DecoderConfig(
     vocab_size=12, hidden_size=16, intermediate_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8
@@ -101,3 +108,25 @@ def test_peft_loads_the_exported_adapter_onto_transformers_model(tmp_path):
 def test_bad_values_are_named(bad):
     with pytest.raises(UserError, match=next(iter(bad))):
         LoRADistiller(**{"learning_rate": 1e-3, **bad})
+
+
+def test_steps_on_one_batch_bring_the_sparse_policy_nearer():
+    """Rollouts once, then the same batch again and again: the loss is that of the rollout first, and falls."""
+    model, distiller = attached()
+    model.init_weights(0, InitOptions(std=0.3, embedding_std=0.3))
+    cache = SparseKVCache(FixedBudget(pages=3), CentroidSelector(), page_size=2, block_size=8, dense_layers=0)
+    engine = Engine(model, cache, (0,), EngineConfig(max_rows=16, kv_tokens=1024, max_new_tokens=24), top_k=2)
+    with distiller.rollout():
+        batch = engine.generate([[1, 2, 3], [4, 5, 6]], 8, SamplingParams())
+    micro = pack(batch, range(16), torch.device("cpu"))
+    dense_T = torch.zeros(batch.num_tokens)
+    with torch.no_grad():
+        hidden = response_hidden(model, micro, PackedCausal(micro.lengths))
+        dense_T[micro.index_N] = token_logprobs(hidden, model.logits, micro.targets_N, 1.0)[0]
+
+    def attention(micro):
+        return cache.training(micro.lengths, micro.prompt_lengths, torch.device("cpu"))
+
+    losses = [distiller.step([micro], attention, dense_T, 1.0, 1024)["distill/kl"] for _ in range(40)]
+    torch.testing.assert_close(losses[0], float(k3(batch.logprobs_T, dense_T).mean()), atol=1e-5, rtol=0)
+    assert losses[0] > 1e-3 and losses[-1] < 0.7 * losses[0]
