@@ -6,6 +6,7 @@ Axes: B rows, K KV heads, G query heads per KV head, D head dim, P pages, M land
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ class CentroidSelector:
     """The paper's: a page is the mean of its keys after RoPE, its score the mean query of the GQA group times that."""
 
     landmarks_per_page = 1
+    kernel: Literal["group_mean"] = "group_mean"
 
     def landmarks(self, keys: Tensor) -> Tensor:
         """[..., page, D] to [..., 1, D]."""
@@ -34,6 +36,7 @@ class HeadSoftmaxSelector:
     """
 
     landmarks_per_page = 1
+    kernel: Literal["head_softmax"] = "head_softmax"
 
     def landmarks(self, keys: Tensor) -> Tensor:
         """[..., page, D] to [..., 1, D]."""
@@ -55,6 +58,7 @@ class QuestSelector:
     """
 
     landmarks_per_page = 2
+    kernel: Literal["bound"] = "bound"
 
     def landmarks(self, keys: Tensor) -> Tensor:
         """[..., page, D] to [..., 2, D]."""

@@ -1,13 +1,14 @@
 """The small interfaces that engine and training call; their implementations are chosen in YAML (sparrow.components).
 
 Axes: B decode rows, H query heads, K KV heads, G = H / K query heads per KV head, D head dim, P pages of a sequence,
-M landmark vectors per page, T packed tokens.
+M landmark vectors per page, T packed tokens, C cached tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,6 +22,30 @@ class Attention(Protocol):
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, /) -> Tensor:
         """Returns the attention output [T, H, D], before the output projection."""
+        ...
+
+
+@dataclass(frozen=True)
+class HeadParameters:
+    """What stands between a layer's fused projection and its attention.
+
+    Attributes:
+        bias_X: of q, k and v, [(H + 2 K) * D].
+        gains: of the q- and k-norm, [D] each.
+        eps: of these norms.
+    """
+
+    bias_X: Tensor | None
+    gains: tuple[Tensor, Tensor] | None
+    eps: float
+
+
+@runtime_checkable
+class ProjectionAttention(Protocol):
+    """Attention that takes the fused projection itself, and does norms, rotation and cache writes in one kernel."""
+
+    def project(self, layer: int, qkv_CBX: Tensor, heads: HeadParameters, cos_BD: Tensor, sin_BD: Tensor, /) -> Tensor:
+        """[B, H * D] of C shares that sum to the projection; the rotary factors are [B, D / 2]."""
         ...
 
 
@@ -54,6 +79,8 @@ class Selector(Protocol):
     """Ranks the pages of a sequence for a query from one or a few landmark vectors per page."""
 
     landmarks_per_page: int
+    # The fused kernels that compute the same (sparrow.kernels.page_select), None where there are none.
+    kernel: Literal["group_mean", "head_softmax", "bound"] | None
 
     def landmarks(self, keys: Tensor) -> Tensor:
         """Keys of complete pages [..., page, D] (after RoPE) to landmarks [..., M, D]."""
@@ -70,6 +97,15 @@ class KVCache(Protocol):
     page_size: int
     block_size: int
 
+    @property
+    def capturable(self) -> bool:
+        """Whether a decode step reaches the host nowhere, so that a CUDA graph can hold it; known once allocated."""
+        ...
+
+    def bytes_per_token(self, config: DecoderConfig, dtype: torch.dtype) -> int:
+        """Bytes of the pool per cached token, over all layers, landmarks included."""
+        ...
+
     def allocate(self, config: DecoderConfig, num_blocks: int, device: torch.device, dtype: torch.dtype) -> None:
         """Makes the pool; blocks 1 to `num_blocks` can be owned, block 0 is the null block."""
         ...
@@ -80,8 +116,20 @@ class KVCache(Protocol):
 
     def copy_block(self, source: int, target: int) -> None: ...
 
+    def swap_out(self, blocks: list[int]) -> Any:
+        """Copies of what the blocks hold in every layer, in host memory and complete when this returns."""
+        ...
+
+    def swap_in(self, saved: Any, blocks: list[int]) -> None:
+        """Puts what `swap_out` returned into as many blocks, bit for bit; not necessarily those of before."""
+        ...
+
     def prefill(self, slots_T: Tensor, lengths: Sequence[int]) -> Attention:
         """Dense causal attention over packed prompts, whose keys and values go to the given slots."""
+        ...
+
+    def prefill_chunk(self, slots_T: Tensor, cached_slots_C: Tensor) -> Attention:
+        """The same for the next T tokens of one prompt, whose first C tokens are cached in the slots given."""
         ...
 
     def decode(self, block_table_BN: Tensor, lengths_B: Tensor) -> Attention:

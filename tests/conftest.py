@@ -39,6 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Of the tests marked gpu."""
+    return torch.device("cuda", 0)
+
+
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restores what a program that runs one recipe and ends may change."""

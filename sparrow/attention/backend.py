@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from functools import partial
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from sparrow.attention.flex import FlexDecode
 from sparrow.attention.gather import GatherDecode
 from sparrow.attention.pattern import SparsePattern
 from sparrow.attention.pool import PagePool
 from sparrow.errors import UserError
 from sparrow.protocols import Attention
+
+Backend = Literal["auto", "gather", "flex", "triton"]
+
+# The kernels' matrix products want at least this many columns, and powers of two.
+SMALLEST_TILE = 16
+LARGEST_HEAD = 256
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class DecodeFactory(Protocol):
@@ -23,25 +30,38 @@ class DecodeFactory(Protocol):
     ) -> Attention: ...
 
 
-# The kernel's matrix products want at least this many columns.
-FLEX_MINIMUM = 16
-
-
-def decode_attention(name: str, device: torch.device, page_size: int, head_dim: int) -> DecodeFactory:
-    """`gather` on any device, `flex` on CUDA; `auto` takes flex where it can.
+def decode_attention(
+    name: Backend, device: torch.device, dtype: torch.dtype, page_size: int, head_dim: int
+) -> DecodeFactory:
+    """`gather` on any device, `triton` and `flex` on CUDA; `auto` takes triton where it can.
 
     Raises:
-        UserError: `flex` where it cannot run: on another device than CUDA (its CPU kernel wants page lists as wide as
-            the pool), or with pages or heads below 16.
+        UserError: a CUDA backend on another device (FlexAttention's CPU kernel wants page lists as wide as the
+            pool), or with a page size, head dimension or dtype that its kernels lack.
     """
-    fits = min(page_size, head_dim) >= FLEX_MINIMUM
-    if name == "auto":
-        name = "flex" if device.type == "cuda" and fits else "gather"
-    if name == "flex" and device.type != "cuda":
-        raise UserError(f"kv_cache.backend: flex needs a CUDA device, this run is on {device}; use gather or auto")
-    if name == "flex" and not fits:
-        raise UserError(
-            f"kv_cache.backend: flex needs page_size {page_size} and head_dim {head_dim} to be at least "
-            f"{FLEX_MINIMUM}; use gather or auto"
-        )
-    return FlexDecode if name == "flex" else GatherDecode
+    obstacle = _obstacle(device, dtype, page_size, head_dim)
+    if name == "gather" or (name == "auto" and obstacle is not None):
+        return GatherDecode
+    if obstacle is not None:
+        raise UserError(f"kv_cache.backend: {name} needs {obstacle}; use gather or auto")
+    # Imported here, as Triton is not installed where there is no GPU.
+    from sparrow.attention.fused import FusedDecode
+    from sparrow.attention.listed import attend_triton
+
+    if name == "flex":
+        from sparrow.attention.flex import attend_flex
+
+        return partial(FusedDecode, attend_flex)
+    return partial(FusedDecode, attend_triton)
+
+
+def _obstacle(device: torch.device, dtype: torch.dtype, page_size: int, head_dim: int) -> str | None:
+    """What keeps the CUDA kernels from running, None where nothing does."""
+    if device.type != "cuda":
+        return f"a CUDA device, this run is on {device}"
+    if dtype not in DTYPES:
+        return f"one of {', '.join(map(str, DTYPES))}, the cache is {dtype}"
+    for key, value in (("page_size", page_size), ("head_dim", head_dim)):
+        if value < SMALLEST_TILE or value & (value - 1):
+            return f"{key} {value} to be a power of two and at least {SMALLEST_TILE}"
+    return f"head_dim {head_dim} to be at most {LARGEST_HEAD}" if head_dim > LARGEST_HEAD else None

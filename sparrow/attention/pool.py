@@ -5,11 +5,14 @@ Axes: K KV heads, S slots (tokens) of the pool, D head dim, P pages of the pool,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from sparrow.models.decoder_config import DecoderConfig
 from sparrow.protocols import Selector
+from sparrow.transfer import to_host
 
 NULL_BLOCK = 0  # Padding rows and the unused tail of block tables point here; no sequence owns it.
 
@@ -40,7 +43,7 @@ class PagePool:
         slots = (num_blocks + 1) * block_size
         shape = (config.num_kv_heads, slots, config.head_dim)
         layers = range(config.num_layers)
-        self.page_size = page_size
+        self.page_size, self.block_size = page_size, block_size
         self.num_pages = slots // page_size
         # Zeros, not empty: masked slots are still multiplied by a probability of 0, and 0 * NaN would spread.
         self.keys_KSD = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
@@ -62,11 +65,25 @@ class PagePool:
         keys = self.keys_KSD[layer].unflatten(1, (self.num_pages, self.page_size)).index_select(1, pages_N)
         self.landmarks_KPMD[layer].index_copy_(1, pages_N, selector.landmarks(keys))
 
-    def copy_block(self, source: int, target: int, block_size: int) -> None:
+    def copy_block(self, source: int, target: int) -> None:
         """Copies one block of every layer, landmarks included."""
-        pages = block_size // self.page_size
-        for tensors, size in ((self.keys_KSD, block_size), (self.values_KSD, block_size)):
-            for tensor in tensors:
-                tensor[:, target * size : (target + 1) * size] = tensor[:, source * size : (source + 1) * size]
-        for marks in self.landmarks_KPMD.values():
-            marks[:, target * pages : (target + 1) * pages] = marks[:, source * pages : (source + 1) * pages]
+        for x in self._by_block():
+            x[:, target] = x[:, source]
+
+    def swap_out(self, blocks: Sequence[int]) -> list[Tensor]:
+        """The blocks' keys, values and landmarks of every layer, on the host: exact copies."""
+        return to_host(x.index_select(1, self._index(blocks)) for x in self._by_block())
+
+    def swap_in(self, saved: Sequence[Tensor], blocks: Sequence[int]) -> None:
+        """Writes what `swap_out` returned into as many blocks, which need not be those of before."""
+        for x, copy in zip(self._by_block(), saved, strict=True):
+            x.index_copy_(1, self._index(blocks), copy.to(x.device, non_blocking=True))
+
+    def _by_block(self) -> list[Tensor]:
+        """Views [K, blocks, ...] of everything a block holds."""
+        tensors = [*self.keys_KSD, *self.values_KSD, *self.landmarks_KPMD.values()]
+        blocks = self.keys_KSD[0].shape[1] // self.block_size
+        return [x.unflatten(1, (blocks, -1)) for x in tensors]
+
+    def _index(self, blocks: Sequence[int]) -> Tensor:
+        return torch.tensor(blocks, device=self.keys_KSD[0].device)

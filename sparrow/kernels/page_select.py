@@ -1,0 +1,161 @@
+"""Selection of KV pages in two kernels: score every landmark, then keep the best pages in order of position.
+
+The score reads the landmarks once at memory bandwidth, split over the pages of a sequence. The selection is one program
+per row and KV head: exact top-K without a sort, the lists in order of position, as page numbers of the pool that
+already carry the head, which is what FlexAttention's block lists want. Sequences within their budget cost no score;
+their list is the identity.
+
+Axes: B rows, K KV heads, G query heads per KV head, D head dim, P pages of the longest sequence, N blocks per row,
+M landmarks per page, W width of the page lists, Q score vectors per page (G where heads are ranked apart, else 1).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparrow.kernels.launch import await_predecessor, dependent_launch, release_successor
+from sparrow.kernels.ordering import LOWEST, largest, sortable
+
+PAGES_PER_PROGRAM = 64
+
+# How the score of a page is made; the names are those of `Selector.kernel`.
+ScoreKind = Literal["group_mean", "head_softmax", "bound"]
+GROUP_MEAN, HEAD_SOFTMAX, BOUND = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+KINDS = {"group_mean": 0, "head_softmax": 1, "bound": 2}
+
+
+@triton.jit
+def _mean_query(q_row, G: tl.constexpr, D: tl.constexpr):
+    """Mean of the group's queries, rounded to their dtype as the eager selector does; fp32 [D]."""
+    d = tl.arange(0, D)
+    total = tl.zeros([D], tl.float32)
+    for g in tl.static_range(G):
+        total += tl.load(q_row + g * D + d).to(tl.float32)
+    return (total / G).to(q_row.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _score_kernel(
+    q, marks, table, lengths, budgets, scores, num_blocks, num_pages, width,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, PAGES_PER_BLOCK: tl.constexpr,
+    KIND: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    chunk, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    pages_of_row = (tl.load(lengths + row) - 1) // PAGE + 1
+    page = chunk * BLOCK_P + tl.arange(0, BLOCK_P)
+    exists = page < pages_of_row
+    block = tl.load(table + row * num_blocks + page // PAGES_PER_BLOCK, mask=exists, other=0)
+    if (pages_of_row > tl.load(budgets + row)) & (chunk * BLOCK_P < pages_of_row):
+        physical = block * PAGES_PER_BLOCK + page % PAGES_PER_BLOCK
+        d = tl.arange(0, D)
+        q_row = q + (row * K + head) * G * D
+        marks_per_page: tl.constexpr = 2 if KIND == BOUND else 1
+        at = marks + ((head.to(tl.int64) * num_pages + physical) * marks_per_page * D)[:, None] + d[None, :]
+        mark = tl.load(at).to(tl.float32)
+        inside = page < width
+        if KIND == GROUP_MEAN:
+            score = tl.sum(mark * _mean_query(q_row, G, D)[None, :], 1)
+            tl.store(scores + (row * K + head) * width + page, score, mask=inside)
+        elif KIND == HEAD_SOFTMAX:
+            for g in tl.static_range(G):
+                score = tl.sum(mark * tl.load(q_row + g * D + d).to(tl.float32)[None, :], 1)
+                tl.store(scores + ((row * K + head) * G + g) * width + page, score, mask=inside)
+        else:
+            upper = tl.load(at + D).to(tl.float32)
+            best = tl.full([BLOCK_P], float("-inf"), tl.float32)
+            for g in tl.static_range(G):
+                query = tl.load(q_row + g * D + d).to(tl.float32)[None, :]
+                best = tl.maximum(best, tl.sum(tl.maximum(query * mark, query * upper), 1))
+            tl.store(scores + (row * K + head) * width + page, best, mask=inside)
+    release_successor(PDL)
+
+
+@triton.jit
+def _summed_softmax(row_scores, page, candidate, scale, width, G: tl.constexpr):
+    """Sum over the group of each head's softmax over the candidates."""
+    total = tl.zeros(page.shape, tl.float32)
+    for g in tl.static_range(G):
+        logit = tl.load(row_scores + g * width + page, mask=candidate, other=float("-inf")) * scale
+        weight = tl.where(candidate, tl.exp(logit - tl.max(logit, 0)), 0.0)
+        total += weight / tl.sum(weight, 0)
+    return total
+
+
+@triton.jit
+def _select_kernel(
+    scores, table, lengths, budgets, lists, counts, num_blocks, num_pages, width, list_width, scale, sink, recent,
+    K: tl.constexpr, G: tl.constexpr, PAGE: tl.constexpr, PAGES_PER_BLOCK: tl.constexpr, KIND: tl.constexpr,
+    P: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    await_predecessor(PDL)
+    row, head = tl.program_id(0), tl.program_id(1)
+    pages_of_row = (tl.load(lengths + row) - 1) // PAGE + 1
+    budget = tl.load(budgets + row).to(tl.int32)
+    page = tl.arange(0, P)
+    kept = page < pages_of_row
+    block = tl.load(table + row * num_blocks + page // PAGES_PER_BLOCK, mask=kept, other=0)
+    if pages_of_row > budget:
+        candidate = (page >= sink) & (page < pages_of_row - recent)
+        if KIND == HEAD_SOFTMAX:
+            rank = _summed_softmax(scores + (row * K + head) * G * width, page, candidate, scale, width, G)
+        else:
+            rank = tl.load(scores + (row * K + head) * width + page, mask=candidate, other=0.0)
+        room = budget - sink - recent
+        if room > 0:
+            best = largest(tl.where(candidate, sortable(rank), LOWEST), room, pages_of_row - sink - recent)
+            kept = kept & (best | (candidate == 0))
+        else:
+            kept = kept & (candidate == 0)
+    place = tl.cumsum(kept.to(tl.int32), 0) - 1
+    physical = head * num_pages + block * PAGES_PER_BLOCK + page % PAGES_PER_BLOCK
+    out = row * K + head
+    tl.store(lists + out * list_width + place, physical.to(tl.int32), mask=kept)
+    tl.store(counts + out, tl.minimum(pages_of_row, budget).to(tl.int32))
+
+
+def score_pages(
+    q_BKGD: Tensor, marks_KPMD: Tensor, table_BN: Tensor, lengths_B: Tensor, budget_B: Tensor, scores_BKQP: Tensor,
+    kind: ScoreKind, page_size: int, pages_per_block: int,
+) -> None:  # fmt: skip
+    """Scores of all pages of the rows that exceed their budget, into `scores_BKQP`, fp32.
+
+    Args:
+        kind: "group_mean": the mean query of the group times the landmark (Q = 1). "head_softmax": each head's query
+            times it (Q = G); `select_pages` joins them. "bound": the largest over the heads of the upper bound of q·k
+            between the landmarks minimum and maximum (M = 2, Q = 1).
+    """
+    B, K, G, D = q_BKGD.shape
+    width = scores_BKQP.shape[3]
+    assert marks_KPMD.shape[2] == (2 if kind == "bound" else 1) and q_BKGD.is_contiguous()
+    assert scores_BKQP.shape[2] == (G if kind == "head_softmax" else 1)
+    pdl = dependent_launch()
+    _score_kernel[(triton.cdiv(width, PAGES_PER_PROGRAM), K, B)](
+        q_BKGD, marks_KPMD, table_BN, lengths_B, budget_B, scores_BKQP, table_BN.shape[1], marks_KPMD.shape[1], width,
+        K, G, D, page_size, pages_per_block, KINDS[kind], PAGES_PER_PROGRAM, pdl, num_warps=4,
+    )  # fmt: skip
+
+
+def select_pages(
+    scores_BKQP: Tensor, table_BN: Tensor, lengths_B: Tensor, budget_B: Tensor, lists_BKW: Tensor, counts_BK: Tensor,
+    kind: ScoreKind, pool_pages: int, group: int, page_size: int, pages_per_block: int, sink: int, recent: int,
+    scale: float,
+) -> None:  # fmt: skip
+    """Kept pages of each row and KV head in order of position, int32, and their number.
+
+    Args:
+        scores_BKQP: of `score_pages`.
+        lists_BKW: out; head * pool_pages + page. Entries past the count are left as they are.
+        scale: of the logits of the heads' softmax.
+    """
+    B, K, _, width = scores_BKQP.shape
+    P = triton.next_power_of_2(width)
+    pdl = dependent_launch()
+    _select_kernel[(B, K)](
+        scores_BKQP, table_BN, lengths_B, budget_B, lists_BKW, counts_BK, table_BN.shape[1], pool_pages, width,
+        lists_BKW.shape[2], scale, sink, recent, K, group, page_size, pages_per_block, KINDS[kind],
+        P, pdl, num_warps=max(P // 512, 1), launch_pdl=pdl,
+    )  # fmt: skip
