@@ -1,23 +1,24 @@
 """The KV cache of the rollout: `DenseKVCache` reads all of it, `SparseKVCache` the pages a selector picks (paper,
 block-sparse decode). Both keep every token, sparsity saves bandwidth, not capacity.
 
-Axes: B rows, H query heads, K KV heads, G = H / K, D head dim, T tokens, N blocks per row, W pages per list.
+Axes: B rows, H query heads, K KV heads, G = H / K, D head dim, T tokens, C cached tokens, N blocks per row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparrow.attention.backend import decode_attention
+from sparrow.attention.backend import Backend, decode_attention
+from sparrow.attention.gather import GatherDecode
 from sparrow.attention.masked import MaskedSparse
 from sparrow.attention.packed import PackedCausal
 from sparrow.attention.pattern import SparsePattern
 from sparrow.attention.pool import PagePool
-from sparrow.attention.prefill import Prefill
+from sparrow.attention.prefill import Prefill, PrefillChunk
 from sparrow.errors import UserError
 from sparrow.models.decoder_config import DecoderConfig
 from sparrow.protocols import Attention, BudgetSchedule, Selector
@@ -28,24 +29,36 @@ def _check_sizes(page_size: int, block_size: int) -> None:
         raise UserError(f"kv_cache: block_size {block_size} must be a multiple of page_size {page_size}")
 
 
+def _key_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Bytes of one token's keys in one layer."""
+    return config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
 class DenseKVCache:
     """Every token attends to all tokens before it.
 
     Args:
         page_size, block_size: tokens per page and per block of the pool; a block is the unit of allocation.
-        backend: `gather` (any device), `flex` (FlexAttention, CUDA), `auto` picks by device.
+        backend: `gather` (any device), `triton` and `flex` (FlexAttention; CUDA), `auto` picks by device.
     """
 
-    def __init__(
-        self, page_size: int = 16, block_size: int = 128, backend: Literal["auto", "gather", "flex"] = "auto"
-    ) -> None:
+    def __init__(self, page_size: int = 16, block_size: int = 128, backend: Backend = "auto") -> None:
         _check_sizes(page_size, block_size)
         self.page_size, self.block_size, self.backend = page_size, block_size, backend
 
     def allocate(self, config: DecoderConfig, num_blocks: int, device: torch.device, dtype: torch.dtype) -> None:
         """Makes the pool of `num_blocks` blocks (and the null block)."""
+        self.attention = decode_attention(self.backend, device, dtype, self.page_size, config.head_dim)
         self.pool = PagePool(config, num_blocks, self.block_size, self.page_size, 0, range(0), device, dtype)
-        self.attention = decode_attention(self.backend, device, self.page_size, config.head_dim)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can hold a decode step."""
+        return self.attention is not GatherDecode
+
+    def bytes_per_token(self, config: DecoderConfig, dtype: torch.dtype) -> int:
+        """Keys and values of all layers."""
+        return config.num_layers * _key_bytes(config, dtype) * 2
 
     def release(self) -> None:
         """Drops the pool."""
@@ -53,11 +66,23 @@ class DenseKVCache:
 
     def copy_block(self, source: int, target: int) -> None:
         """Copies one block of every layer."""
-        self.pool.copy_block(source, target, self.block_size)
+        self.pool.copy_block(source, target)
+
+    def swap_out(self, blocks: list[int]) -> Any:
+        """Copies of blocks of every layer, on the host."""
+        return self.pool.swap_out(blocks)
+
+    def swap_in(self, saved: Any, blocks: list[int]) -> None:
+        """Puts them back, into any blocks."""
+        self.pool.swap_in(saved, blocks)
 
     def prefill(self, slots_T: Tensor, lengths: Sequence[int]) -> Attention:
         """Dense causal attention over packed prompts that also fills their slots."""
         return Prefill(self.pool, slots_T, lengths, None)
+
+    def prefill_chunk(self, slots_T: Tensor, cached_slots_C: Tensor) -> Attention:
+        """Dense causal attention of the next T tokens of a prompt whose first C are cached."""
+        return PrefillChunk(self.pool, slots_T, cached_slots_C, None)
 
     def decode(self, block_table_BN: Tensor, lengths_B: Tensor) -> Attention:
         """Attention of one token per row over its whole cache."""
@@ -91,7 +116,7 @@ class SparseKVCache:
         page_size, block_size: tokens per page and per block; the paper's page is 16.
         sink_pages, recent_pages: always kept; the open page is the last of the recent ones.
         dense_layers: layers below this attend to everything.
-        backend: `gather` (any device), `flex` (FlexAttention, CUDA), `auto` picks by device.
+        backend: `gather` (any device), `triton` and `flex` (FlexAttention; CUDA), `auto` picks by device.
     """
 
     def __init__(
@@ -103,7 +128,7 @@ class SparseKVCache:
         sink_pages: int = 1,
         recent_pages: int = 2,
         dense_layers: int = 2,
-        backend: Literal["auto", "gather", "flex"] = "auto",
+        backend: Backend = "auto",
     ) -> None:
         _check_sizes(page_size, block_size)
         if sink_pages < 0 or recent_pages < 1:
@@ -121,10 +146,21 @@ class SparseKVCache:
 
     def allocate(self, config: DecoderConfig, num_blocks: int, device: torch.device, dtype: torch.dtype) -> None:
         """Makes the pool of `num_blocks` blocks (and the null block), with landmarks for the sparse layers."""
+        self.attention = decode_attention(self.backend, device, dtype, self.page_size, config.head_dim)
         sparse = range(self.pattern.dense_layers, config.num_layers)
         marks = self.pattern.selector.landmarks_per_page
         self.pool = PagePool(config, num_blocks, self.block_size, self.page_size, marks, sparse, device, dtype)
-        self.attention = decode_attention(self.backend, device, self.page_size, config.head_dim)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can hold a decode step."""
+        return self.attention is not GatherDecode
+
+    def bytes_per_token(self, config: DecoderConfig, dtype: torch.dtype) -> int:
+        """Keys and values of all layers, and the sparse ones' landmarks, rounded up."""
+        sparse = max(config.num_layers - self.pattern.dense_layers, 0)
+        marks = sparse * self.pattern.selector.landmarks_per_page * _key_bytes(config, dtype)
+        return config.num_layers * _key_bytes(config, dtype) * 2 + -(-marks // self.page_size)
 
     def release(self) -> None:
         """Drops pages and landmarks."""
@@ -132,11 +168,23 @@ class SparseKVCache:
 
     def copy_block(self, source: int, target: int) -> None:
         """Copies one block of every layer, landmarks included."""
-        self.pool.copy_block(source, target, self.block_size)
+        self.pool.copy_block(source, target)
+
+    def swap_out(self, blocks: list[int]) -> Any:
+        """Copies of blocks of every layer, landmarks included, on the host."""
+        return self.pool.swap_out(blocks)
+
+    def swap_in(self, saved: Any, blocks: list[int]) -> None:
+        """Puts them back, into any blocks."""
+        self.pool.swap_in(saved, blocks)
 
     def prefill(self, slots_T: Tensor, lengths: Sequence[int]) -> Attention:
         """Dense causal attention over packed prompts that also fills their slots and landmarks."""
         return Prefill(self.pool, slots_T, lengths, self.pattern.selector)
+
+    def prefill_chunk(self, slots_T: Tensor, cached_slots_C: Tensor) -> Attention:
+        """Dense causal attention of the next T tokens of a prompt whose first C are cached; fills landmarks too."""
+        return PrefillChunk(self.pool, slots_T, cached_slots_C, self.pattern.selector)
 
     def decode(self, block_table_BN: Tensor, lengths_B: Tensor) -> Attention:
         """Attention of one token per row: dense in the first layers, over the selected pages in the others."""

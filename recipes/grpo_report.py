@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from sparrow.engine.generation import EngineStats
 from sparrow.models.tokenizer import Tokenizer
 from sparrow.protocols import KVCache
 from sparrow.rollout import RolloutBatch
@@ -20,15 +21,15 @@ from sparrow.training.run_state import latest_run_state
 
 
 def decode_responses(batch: RolloutBatch, tokenizer: Tokenizer) -> list[str]:
-    """The S responses as text, without the EOS token that ends them."""
+    """The S responses as text, without the EOS token that ends them; a stop string is part of the text."""
     texts = []
-    for s, terminated in enumerate(batch.terminated_S.tolist()):
+    for s in range(batch.num_sequences):
         ids = batch.tokens_T[batch.slice_of(s)].tolist()
-        texts.append(tokenizer.decode(ids[:-1] if terminated else ids))
+        texts.append(tokenizer.decode(ids[:-1] if ids[-1] in tokenizer.eos_ids else ids))
     return texts
 
 
-def rollout_metrics(batch: RolloutBatch, cache: KVCache, num_layers: int) -> dict[str, float]:
+def rollout_metrics(batch: RolloutBatch, cache: KVCache, num_layers: int, stats: EngineStats) -> dict[str, float]:
     """Lengths and what the KV cache read, over all ranks. The first token of a response comes from the prefill."""
     decoded_T = batch.response_position_T > 0
     cached_T = batch.cached_length_T[decoded_T]
@@ -38,6 +39,7 @@ def rollout_metrics(batch: RolloutBatch, cache: KVCache, num_layers: int) -> dic
             "dense": float(cached_T.double().sum() * num_layers),
             "pages": float(batch.pages_T[decoded_T].double().sum()),
             "decoded": float(len(cached_T)),
+            "preemptions": float(stats.preemptions),
         }
     )
     lengths_S, terminated_S = distributed.gather(batch.lengths_S).double(), distributed.gather(batch.terminated_S)
@@ -45,6 +47,7 @@ def rollout_metrics(batch: RolloutBatch, cache: KVCache, num_layers: int) -> dic
         "completions/mean_length": float(lengths_S.mean()),
         "completions/clipped_ratio": float((~terminated_S).double().mean()),
         "completions/tokens": float(lengths_S.sum()),
+        "engine/preemptions": sums["preemptions"],
     }
     if terminated_S.any():
         metrics["completions/mean_terminated_length"] = float(lengths_S[terminated_S].mean())

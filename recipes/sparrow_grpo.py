@@ -116,7 +116,8 @@ class SparrowGRPO:
 
     def _build_around_model(self) -> None:
         cfg, eos_ids = self.cfg, self.tokenizer.eos_ids
-        self.engine = Engine(self.model, self.cache, eos_ids, cfg.engine, cfg.seed, self.acceptance.top_k)
+        decode, top_k = self.tokenizer.decode, self.acceptance.top_k
+        self.engine = Engine(self.model, self.cache, eos_ids, cfg.engine, cfg.seed, top_k, decode)
         # The reference is what the policy starts from, also when the run is resumed.
         self.reference = load_decoder(cfg.model, self.device, torch.float32) if cfg.kl_coef > 0 else None
         self.optimizer = cfg.optimizer.build(self.model.named_parameters())
@@ -127,7 +128,7 @@ class SparrowGRPO:
         if cfg.validation is not None:
             dense = DenseKVCache(self.cache.page_size, self.cache.block_size)
             # Numbers of its own: training and validation prompts count from 0 alike.
-            self.validation_engine = Engine(self.model, dense, eos_ids, cfg.engine, cfg.seed + 1)
+            self.validation_engine = Engine(self.model, dense, eos_ids, cfg.engine, cfg.seed + 1, decode=decode)
 
     def _print_start(self) -> None:
         """What goes wrong most often: sampling parameters, end of the response, the prompt as the model sees it."""
@@ -179,7 +180,7 @@ class SparrowGRPO:
         everything = [micro for minibatch in minibatches for micro in minibatch.micro_batches] + only_scored
         with _clock(seconds, "time/dense"):
             metrics = self._dense_pass(batch, everything)
-        metrics |= reward_metrics | rollout_metrics(batch, self.cache, self.model.config.num_layers)
+        metrics |= reward_metrics | rollout_metrics(batch, self.cache, self.model.config.num_layers, self.engine.stats)
         with _clock(seconds, "time/update"):
             metrics |= self._update(batch, minibatches)
         if self.distiller is not None:
@@ -207,6 +208,7 @@ class SparrowGRPO:
                 keep_hidden=self.acceptance.needs_hidden,
                 on_step=_stop_between_tokens,
             )
+        self.engine.sleep()  # The pool must not stand beside the activations of training, nor beside validation's.
         batch.columns = [example.columns for example in examples]
         batch.texts = decode_responses(batch, self.tokenizer)
         return batch
@@ -405,6 +407,7 @@ class SparrowGRPO:
             prompt_numbers=list(numbers),
             on_step=_stop_between_tokens,
         )
+        self.validation_engine.sleep()
         columns = columns_per_sequence([example.columns for example in examples], batch.groups_S)
         rewards_S, _ = combine_rewards(self.rewards, decode_responses(batch, self.tokenizer), columns)
         rewards_S, lengths_S = distributed.gather(rewards_S), distributed.gather(batch.lengths_S)

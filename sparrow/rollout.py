@@ -26,8 +26,9 @@ class RolloutBatch:
         top_ids_TK, top_logprobs_TK: the K most probable tokens at that temperature before any truncation, fp32.
         pages_T: KV pages that a sparse layer read to make this token (its budget, or all there are), int64.
         hidden_TE: final hidden states that the head turned into logits, for the exact acceptance rate, or None.
-        terminated_S: True where the response ends with a token of the EOS set, False where it was cut.
-        version: the weights' version that generated it (`Engine.version`).
+        terminated_S: True where the response ended by itself, with a token of the EOS set or with one that completes a
+            stop string; False where it was cut.
+        versions_S: per-sequence generator_version, the weights that made it (`Engine.version`), int64.
         columns: per group, what the data set said besides the prompt (gold answer, ...), for the reward functions.
         texts: S decoded responses, for rewards and the sample table; training never re-tokenises them.
         rewards_S: weighted sum of the reward functions; NaN where none had an opinion.
@@ -49,7 +50,7 @@ class RolloutBatch:
     top_logprobs_TK: Tensor
     pages_T: Tensor
     terminated_S: Tensor
-    version: int
+    versions_S: Tensor
     hidden_TE: Tensor | None = None
     columns: list[dict[str, Any]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)

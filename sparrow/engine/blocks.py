@@ -6,12 +6,13 @@ from sparrow.attention.pool import NULL_BLOCK
 
 
 class BlockAllocator:
-    """Hands out blocks 1 .. num_blocks; the null block is never handed out."""
+    """Hands out blocks 1 .. num_blocks; the null block is never handed out. `peak_used` is the most that were owned."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks, NULL_BLOCK, -1))
         self._references = [0] * (num_blocks + 1)
+        self.peak_used = 0
 
     @property
     def num_free(self) -> int:
@@ -23,6 +24,7 @@ class BlockAllocator:
         blocks = [self._free.pop() for _ in range(count)]
         for block in blocks:
             self._references[block] = 1
+        self.peak_used = max(self.peak_used, self.num_blocks - self.num_free)
         return blocks
 
     def share(self, blocks: list[int]) -> list[int]:

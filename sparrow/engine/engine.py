@@ -1,29 +1,40 @@
 """The rollout engine: batched generation with continuous batching over a paged KV cache.
 
-The engine runs the trainer's own model object; weights are shared, so a sync is a new version number and a dropped
-cache. What it returns is on the CPU.
+The host plans a window of steps, the device takes them, the host looks at what came out. On the CPU the engine runs
+the trainer's own model object, on CUDA a packed copy of its weights, in CUDA graphs. A sync is a new version number;
+pool and copy are dropped, so that nothing of the old weights is left. What the engine returns is on the CPU.
 
-Axes: B active rows, T tokens (packed prompts, or all response tokens), E hidden size.
+Axes: T all response tokens, E hidden size, V vocabulary, S sequences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from sparrow.engine.blocks import BlockAllocator
+from sparrow.engine.decode import Drawing, EagerStepper, RolloutModel, Stepper
+from sparrow.engine.generation import EngineStats, Generation
+from sparrow.engine.graphs import GraphStepper, graph_buckets
+from sparrow.engine.memory import check_pool_fits
 from sparrow.engine.philox import uniforms
 from sparrow.engine.rows import Rows
-from sparrow.engine.sampler import SamplingParams, sample
-from sparrow.engine.scheduler import Admission, Scheduler
+from sparrow.engine.sampler import SamplingParams
+from sparrow.engine.scheduler import Scheduler
+from sparrow.engine.stop import StopStrings
+from sparrow.engine.weights import PackedWeights, RolloutWeights, SharedWeights
+from sparrow.engine.window import Window
 from sparrow.errors import UserError
 from sparrow.models.decoder import Decoder
 from sparrow.protocols import KVCache
 from sparrow.rollout import RolloutBatch
+
+CUDA_STEPS_PER_LOOK = 16
+BLOCKS_ROUNDED = 8  # of a row's table
 
 
 @dataclass(kw_only=True)
@@ -34,24 +45,44 @@ class EngineConfig:
         max_rows: sequences decoded at once.
         kv_tokens: capacity of the KV pool in tokens, over all sequences.
         max_new_tokens: longest response; one that reaches it is cut.
-        prefill_tokens: prompt tokens per prefill pass.
+        prefill_tokens: prompt tokens per prefill pass; a longer prompt is prefilled in chunks.
+        steps_per_look: decode steps between two looks of the host; 1 on the CPU, 16 on CUDA by default. It changes no
+            token: a row that ends within a window stays as it is.
+        dtype: of the rollout's weights and KV cache on CUDA; the trainer's by default, and always on the CPU, where the
+            weights are shared.
+        tune: measure launch options of shapes that no table knows, once per machine and model (about a minute).
     """
 
     max_rows: int
     kv_tokens: int
     max_new_tokens: int
     prefill_tokens: int = 16384
+    steps_per_look: int | None = None
+    dtype: Literal["float32", "bfloat16"] | None = None
+    tune: bool = True
+
+    def __post_init__(self) -> None:
+        for key in ("max_rows", "kv_tokens", "max_new_tokens", "prefill_tokens", "steps_per_look"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise UserError(f"engine.{key}: {value} must be at least 1")
 
 
 class Engine:
-    """Generates rollouts.
+    """Generates rollouts. The KV pool is made by the first `generate` and kept until `sleep` or `sync`.
 
     Args:
-        model: the decoder; its weights are read at every call, never copied.
+        model: the decoder that is trained.
         cache: the KV cache component.
         eos_ids: any of these ends a response, and is part of it.
         seed: of the counter-based random numbers.
         top_k: size of the top-k set returned per token (paper: 20).
+        decode: text of token ids, for stop strings.
+        weights: where the rollout's model comes from; the trainer's own on the CPU, a packed copy on CUDA by default.
+
+    Attributes:
+        version: of the weights.
+        stats: of the last `generate`.
     """
 
     def __init__(
@@ -62,20 +93,45 @@ class Engine:
         config: EngineConfig,
         seed: int = 0,
         top_k: int = 20,
+        decode: Callable[[list[int]], str] | None = None,
+        weights: RolloutWeights | None = None,
     ) -> None:
-        for key in ("max_rows", "kv_tokens", "max_new_tokens", "prefill_tokens"):
-            if getattr(config, key) < 1:
-                raise UserError(f"engine.{key}: {getattr(config, key)} must be at least 1")
-        self.model, self.cache, self.config, self.seed = model, cache, config, seed
+        self.model, self.cache, self.config, self.seed, self.decode = model, cache, config, seed, decode
         self.top_k = min(top_k, model.config.vocab_size)
         self.version = 0
+        self.stats = EngineStats()
         parameter = next(model.parameters())
-        self.device, self.dtype = parameter.device, parameter.dtype
-        self.eos_N = torch.tensor(sorted(eos_ids), device=self.device)
+        self.device = parameter.device
+        self.dtype = parameter.dtype if config.dtype is None else getattr(torch, config.dtype)
+        self.weights = self._weights(parameter.dtype) if weights is None else weights
+        self.eos_V = self._eos_mask(eos_ids)
+        default = CUDA_STEPS_PER_LOOK if self.device.type == "cuda" else 1
+        self.steps_per_look = config.steps_per_look or default
+        self.decoder: RolloutModel | None = None  # None while the engine sleeps
+
+    def _weights(self, trained_in: torch.dtype) -> RolloutWeights:
+        if self.device.type == "cuda":
+            return PackedWeights(self.model, self.device, self.dtype, self.config.max_rows, self.config.tune)
+        if self.dtype != trained_in:
+            raise UserError(
+                f"engine.dtype: {self.config.dtype} on the CPU, where the rollout shares the trainer's weights in "
+                f"{str(trained_in).removeprefix('torch.')}; leave it out"
+            )
+        return SharedWeights(self.model)
 
     def sync(self) -> None:
-        """The weights changed: what follows is generated by a new version. No cache outlives `generate`."""
+        """The weights changed: what follows is generated by a new version. No key of the old one is kept."""
+        self.sleep()
         self.version += 1
+
+    def sleep(self) -> None:
+        """Releases the KV pool and the copy of the weights; the next `generate` makes new ones."""
+        if self.decoder is not None:
+            self.decoder = None
+            self.weights.sleep()
+            self.cache.release()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     @torch.no_grad()
     def generate(
@@ -86,6 +142,7 @@ class Engine:
         prompt_numbers: Sequence[int] | None = None,
         keep_hidden: bool = False,
         on_step: Callable[[int, int], None] | None = None,
+        limits: Sequence[int] | None = None,
     ) -> RolloutBatch:
         """Samples `num_samples` responses to each prompt.
 
@@ -94,33 +151,36 @@ class Engine:
             sampling: distribution to draw from.
             prompt_numbers: numbers that key each prompt's random numbers; its position by default.
             keep_hidden: also return the final hidden states.
-            on_step: called after each decode step with the tokens and sequences finished so far; may raise to stop.
+            on_step: called after each window with the tokens and sequences finished so far; may raise to stop.
+            limits: longest response of each sequence, ordered by prompt, then sample; `max_new_tokens` by default.
 
         Raises:
-            UserError: an empty prompt, one too long for the model, or a pool too small for one sequence.
+            UserError: an empty prompt, one too long for the model, a pool too small for one sequence, an impossible
+                limit, or stop strings without `decode`; before any work. Whatever is raised, the pool is released.
         """
-        self._check(prompts)
-        numbers = list(prompt_numbers) if prompt_numbers is not None else list(range(len(prompts)))
-        block_size = self.cache.block_size
-        allocator = BlockAllocator(self.config.kv_tokens // block_size)
-        limit = self.config.max_new_tokens
-        num_rows = min(self.config.max_rows, len(prompts) * num_samples)
-        scheduler = Scheduler(list(prompts), num_samples, num_rows, limit, allocator, block_size)
-        run = _Run(self, scheduler, numbers, num_rows, num_samples, sampling, keep_hidden, max(map(len, prompts)))
-        self.cache.allocate(self.model.config, allocator.num_blocks, self.device, self.dtype)
+        self._check(prompts, sampling)
+        if limits is not None:
+            self._check_limits(limits, len(prompts) * num_samples)
+        numbers = range(len(prompts)) if prompt_numbers is None else prompt_numbers
+        scheduler = self._scheduler(prompts, num_samples, limits)
         try:
-            while not scheduler.done:
-                run.admit(scheduler.admit())
-                run.decode()
+            decoder = self._wake()
+            generation = self._generation(decoder, scheduler, max(map(len, prompts)), sampling, numbers, keep_hidden)
+            while not generation.done:
+                generation.window()
                 if on_step is not None:
-                    on_step(run.num_tokens, run.num_finished)
-        finally:
-            self.cache.release()
-        return run.batch(list(prompts))
+                    on_step(generation.num_tokens, generation.num_finished)
+        except BaseException:
+            self.sleep()
+            raise
+        self.stats = generation.stats
+        return self._batch(prompts, num_samples, generation)
 
-    def _check(self, prompts: Sequence[list[int]]) -> None:
+    def _check(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> None:
         if not prompts:
             raise UserError("engine.generate: no prompts")
+        if sampling.stop and self.decode is None:
+            raise UserError(f"sampling.stop: {sampling.stop} needs text, and the engine was made without `decode`")
         room = self.model.config.max_position_embeddings - self.config.max_new_tokens
         for index, prompt in enumerate(prompts):
             if not prompt:
@@ -132,126 +192,105 @@ class Engine:
                     f"{self.config.max_new_tokens} leaves room for {room}"
                 )
 
+    def _check_limits(self, limits: Sequence[int], num_sequences: int) -> None:
+        if len(limits) != num_sequences:
+            raise UserError(f"engine.generate: {len(limits)} limits for {num_sequences} sequences")
+        for index, limit in enumerate(limits):
+            if not 1 <= limit <= self.config.max_new_tokens:
+                raise UserError(
+                    f"engine.generate: limit {index} is {limit}; it must be from 1 to engine.max_new_tokens "
+                    f"{self.config.max_new_tokens}"
+                )
 
-class _Run:
-    """The state of one `generate` call."""
-
-    def __init__(
-        self, engine: Engine, scheduler: Scheduler, numbers: list[int], num_rows: int, num_samples: int,
-        sampling: SamplingParams, keep_hidden: bool, longest_prompt: int,
-    ) -> None:  # fmt: skip
-        self.engine, self.scheduler, self.numbers = engine, scheduler, numbers
-        self.sampling, self.num_samples = sampling, num_samples
-        config, model = engine.config, engine.model.config
-        max_blocks = -(-(longest_prompt + config.max_new_tokens) // engine.cache.block_size)
-        hidden_size = model.hidden_size if keep_hidden else 0
-        self.rows = Rows(
-            num_rows, max_blocks, config.max_new_tokens, engine.top_k, hidden_size, engine.device, engine.dtype
-        )
-        self.active: dict[int, tuple[int, int]] = {}  # row -> (prompt, sample)
-        self.last_hidden: dict[int, Tensor] = {}  # prompt -> final hidden state of its last token
-        self.finished: dict[tuple[int, int], dict[str, Any]] = {}
-        self.num_tokens = 0
+    def _eos_mask(self, eos_ids: Sequence[int]) -> Tensor:
+        """True for the tokens that end a response, [V]."""
+        vocab_size = self.model.config.vocab_size
+        for token in eos_ids:
+            if not 0 <= token < vocab_size:
+                raise UserError(f"engine: EOS id {token} is not in the model's vocabulary of {vocab_size}")
+        eos_V = torch.zeros(vocab_size, dtype=torch.bool)
+        eos_V[list(eos_ids)] = True
+        return eos_V.to(self.device)
 
     @property
-    def num_finished(self) -> int:
-        return len(self.finished)
+    def _num_blocks(self) -> int:
+        return self.config.kv_tokens // self.cache.block_size
 
-    def admit(self, admissions: list[Admission]) -> None:
-        """Prefills new prompts, fills the rows of new sequences and samples their first tokens."""
-        if not admissions:
-            return
-        self._prefill([a.prompt for a in admissions if a.prefill])
-        limit = self.engine.config.max_new_tokens
-        for a in admissions:
-            if a.copy is not None:
-                self.engine.cache.copy_block(*a.copy)
-            key = (self.engine.seed, self.numbers[a.prompt.index], a.sample)
-            self.rows.start(a.row, a.blocks, len(a.prompt.tokens), uniforms(*key, limit))
-            self.active[a.row] = (a.prompt.index, a.sample)
-        hidden_BE = torch.stack([self.last_hidden[a.prompt.index] for a in admissions])
-        self._sample(torch.tensor([a.row for a in admissions], device=self.engine.device), hidden_BE)
+    def _scheduler(self, prompts: Sequence[list[int]], num_samples: int, limits: Sequence[int] | None) -> Scheduler:
+        num_rows = min(self.config.max_rows, len(prompts) * num_samples)
+        allocator = BlockAllocator(self._num_blocks)
+        return Scheduler(
+            prompts, num_samples, num_rows, self.config.max_new_tokens, allocator, self.cache.block_size, limits
+        )
 
-    def decode(self) -> None:
-        """One token for each active row."""
-        if not self.active:
-            return
-        rows_B = torch.tensor(sorted(self.active), device=self.engine.device)
-        lengths_B = self.rows.cached_lengths(rows_B)
-        attention = self.engine.cache.decode(self.rows.block_table_RN[rows_B], lengths_B)
-        hidden_BE = self.engine.model(self.rows.last_tokens(rows_B), lengths_B - 1, attention)
-        self._sample(rows_B, hidden_BE)
+    def _wake(self) -> RolloutModel:
+        if self.decoder is None:
+            decoder = self.weights.wake()
+            check_pool_fits(self.model.config, self.cache, self.config.kv_tokens, self.device, self.dtype)
+            self.cache.allocate(self.model.config, self._num_blocks, self.device, self.dtype)
+            self.decoder = decoder
+        return self.decoder
 
-    def _prefill(self, prompts: list[Any]) -> None:
-        pack: list[Any] = []
-        for prompt in prompts:
-            if pack and sum(len(p.tokens) for p in pack) + len(prompt.tokens) > self.engine.config.prefill_tokens:
-                self._prefill_pack(pack)
-                pack = []
-            pack.append(prompt)
-        if pack:
-            self._prefill_pack(pack)
+    def _generation(
+        self,
+        decoder: RolloutModel,
+        scheduler: Scheduler,
+        longest_prompt: int,
+        sampling: SamplingParams,
+        numbers: Sequence[int],
+        keep_hidden: bool,
+    ) -> Generation:
+        rows = self._rows(scheduler.num_rows, longest_prompt, keep_hidden)
+        drawing = Drawing(sampling, self.eos_V, self.top_k)
+        return Generation(
+            decoder,
+            self.cache,
+            scheduler,
+            rows,
+            self._stepper(decoder, rows, drawing),
+            drawing,
+            lambda prompt, sample: uniforms(
+                self.seed, numbers[prompt], sample, self.config.max_new_tokens, self.device
+            ),
+            StopStrings(sampling.stop, self.decode) if sampling.stop and self.decode is not None else None,
+            self.steps_per_look,
+            self.config.prefill_tokens,
+        )
 
-    def _prefill_pack(self, prompts: list[Any]) -> None:
-        size, device = self.engine.cache.block_size, self.engine.device
-        lengths = [len(p.tokens) for p in prompts]
-        positions_T = torch.cat([torch.arange(n) for n in lengths])
-        blocks_T = torch.cat([torch.tensor(p.blocks).repeat_interleave(size)[: len(p.tokens)] for p in prompts])
-        slots_T = (blocks_T * size + positions_T % size).to(device)
-        tokens_T = torch.tensor([token for p in prompts for token in p.tokens], device=device)
-        attention = self.engine.cache.prefill(slots_T, lengths)
-        hidden_TE = self.engine.model(tokens_T, positions_T.to(device), attention)
-        last = torch.tensor(lengths).cumsum(0) - 1
-        for prompt, end in zip(prompts, last.tolist(), strict=True):
-            self.last_hidden[prompt.index] = hidden_TE[end]
+    def _rows(self, num_rows: int, longest_prompt: int, keep_hidden: bool) -> Rows:
+        limit = self.config.max_new_tokens
+        hidden_size = self.model.config.hidden_size if keep_hidden else 0
+        # One more than the steps: the first token of a sequence comes from its prefill.
+        window = Window(self.steps_per_look + 1, num_rows + 1, self.top_k, hidden_size, self.device, self.dtype)
+        # Rounded up, so that the shapes of the kernels do not change with each call's longest prompt.
+        blocks = -(-(longest_prompt + limit) // self.cache.block_size)
+        return Rows(num_rows, -(-blocks // BLOCKS_ROUNDED) * BLOCKS_ROUNDED, limit, window, self.device)
 
-    def _sample(self, rows_B: Tensor, hidden_BE: Tensor) -> None:
-        logits_BV = self.engine.model.logits(hidden_BE)
-        drawn = sample(logits_BV, self.rows.next_uniforms(rows_B), self.sampling, self.engine.top_k)
-        self.rows.append(rows_B, drawn, hidden_BE)
-        self.num_tokens += len(rows_B)
-        ended_B = torch.isin(drawn.tokens_B, self.engine.eos_N)
-        full_B = self.rows.response_length_R[rows_B] == self.engine.config.max_new_tokens
-        done_B = ended_B | full_B
-        for row, ended in zip(rows_B[done_B].tolist(), ended_B[done_B].tolist(), strict=True):
-            self._finish(row, ended)
+    def _stepper(self, decoder: RolloutModel, rows: Rows, drawing: Drawing) -> Stepper:
+        """Who runs the decode steps on this device; the pool is there already."""
+        if self.device.type == "cuda" and self.cache.capturable:
+            buckets = graph_buckets(rows.null_row, rows.block_table_RN.shape[1], self.cache.block_size)
+            return GraphStepper(decoder, self.cache, rows, drawing, buckets)
+        return EagerStepper(decoder, self.cache, rows, drawing)
 
-    def _finish(self, row: int, terminated: bool) -> None:
-        length = int(self.rows.response_length_R[row])
-        outputs = {
-            "tokens": self.rows.tokens_RL,
-            "logprobs": self.rows.logprobs_RL,
-            "top_ids": self.rows.top_ids_RLK,
-            "top_logprobs": self.rows.top_logprobs_RLK,
-            "hidden": self.rows.hidden_RLE,
-        }
-        # clone: on the CPU `.cpu()` is a view of the row, which the next sequence overwrites.
-        record: dict[str, Any] = {name: x[row, :length].cpu().clone() for name, x in outputs.items()}
-        record["terminated"] = terminated
-        self.finished[self.active.pop(row)] = record
-        self.scheduler.finish(row)
-
-    def batch(self, prompts: list[list[int]]) -> RolloutBatch:
+    def _batch(self, prompts: Sequence[list[int]], num_samples: int, generation: Generation) -> RolloutBatch:
         """All sequences, ordered by prompt, then sample."""
-        records = [self.finished[p, s] for p in range(len(prompts)) for s in range(self.num_samples)]
-
-        def packed(name: str) -> Tensor:
-            return torch.cat([record[name] for record in records])
-
-        hidden_TE = packed("hidden")
+        num_sequences = len(prompts) * num_samples
+        lengths_S, outputs = generation.transcript.packed(num_sequences)
+        hidden_TE = outputs["hidden"]
         batch = RolloutBatch(
-            prompts=[prompt for prompt in prompts for _ in range(self.num_samples)],
-            groups_S=torch.arange(len(prompts)).repeat_interleave(self.num_samples),
-            samples_S=torch.arange(self.num_samples).repeat(len(prompts)),
-            lengths_S=torch.tensor([len(record["tokens"]) for record in records]),
-            tokens_T=packed("tokens"),
-            logprobs_T=packed("logprobs"),
-            top_ids_TK=packed("top_ids"),
-            top_logprobs_TK=packed("top_logprobs"),
+            prompts=[prompt for prompt in prompts for _ in range(num_samples)],
+            groups_S=torch.arange(len(prompts)).repeat_interleave(num_samples),
+            samples_S=torch.arange(num_samples).repeat(len(prompts)),
+            lengths_S=lengths_S,
+            tokens_T=outputs["tokens"],
+            logprobs_T=outputs["logprobs"],
+            top_ids_TK=outputs["top_ids"].long(),
+            top_logprobs_TK=outputs["top_logprobs"],
             pages_T=torch.empty(0, dtype=torch.int64),
-            terminated_S=torch.tensor([record["terminated"] for record in records]),
-            version=self.engine.version,
+            terminated_S=torch.tensor([s in generation.terminated for s in range(num_sequences)]),
+            versions_S=torch.full((num_sequences,), self.version),
             hidden_TE=hidden_TE if hidden_TE.shape[-1] else None,
         )
-        batch.pages_T = self.engine.cache.pages_read(batch.cached_length_T)
+        batch.pages_T = self.cache.pages_read(batch.cached_length_T)
         return batch

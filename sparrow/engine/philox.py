@@ -25,7 +25,7 @@ def philox_4x32(counter_N4: Tensor, key: tuple[int, int]) -> Tensor:
     return torch.stack((c0, c1, c2, c3), -1)
 
 
-def uniforms(seed: int, prompt: int, sample: int, num_positions: int) -> Tensor:
+def uniforms(seed: int, prompt: int, sample: int, num_positions: int, device: torch.device | str = "cpu") -> Tensor:
     """One number in [0, 1) per response position of one sequence, fp64 [num_positions].
 
     Args:
@@ -33,7 +33,7 @@ def uniforms(seed: int, prompt: int, sample: int, num_positions: int) -> Tensor:
         prompt: number of the prompt in the data's order, below 2^64.
         sample: number of the sample within the prompt's group, below 2^32.
     """
-    position_N = torch.arange(num_positions, dtype=torch.int64)
+    position_N = torch.arange(num_positions, dtype=torch.int64, device=device)
     words = (sample & _MASK, prompt & _MASK, prompt >> 32 & _MASK)
     counter_N4 = torch.stack([position_N, *(torch.full_like(position_N, word) for word in words)], -1)
     out_N4 = philox_4x32(counter_N4, (seed & _MASK, seed >> 32 & _MASK))

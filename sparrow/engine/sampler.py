@@ -5,7 +5,8 @@ Axes: B rows, V vocabulary, K the top-k set kept for the acceptance rate.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,12 +23,14 @@ class SamplingParams:
         top_k: keep the k most probable tokens; 0 keeps all.
         top_p: keep the smallest set with at least this probability.
         min_p: keep tokens at least this share as probable as the best.
+        stop: strings that end a response, see `sparrow.engine.stop`.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    stop: list[str] = field(default_factory=list, hash=False)
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
@@ -38,6 +41,8 @@ class SamplingParams:
             raise UserError(f"sampling.top_p: {self.top_p} is not in (0, 1]")
         if not 0 <= self.min_p < 1:
             raise UserError(f"sampling.min_p: {self.min_p} is not in [0, 1)")
+        if "" in self.stop:
+            raise UserError(f"sampling.stop: {self.stop} has an empty string, which every text contains")
 
     @property
     def truncates(self) -> bool:
@@ -56,7 +61,7 @@ class Sample:
 
 
 def sample(logits_BV: Tensor, uniform_B: Tensor, params: SamplingParams, top_k: int) -> Sample:
-    """Inverse-CDF sampling with one uniform number per row.
+    """Inverse-CDF sampling with one uniform number per row, by device operations only: a CUDA graph can hold it.
 
     Args:
         logits_BV: fp32.
@@ -93,7 +98,7 @@ def _truncate(logprobs_BV: Tensor, params: SamplingParams) -> Tensor:
         floor_B1 = logprobs_BV.topk(min(params.top_k, logprobs_BV.shape[-1]), dim=-1).values[:, -1:]
         logprobs_BV = torch.where(logprobs_BV >= floor_B1, logprobs_BV, -torch.inf)
     if params.min_p:
-        floor_B1 = logprobs_BV.amax(-1, keepdim=True) + torch.tensor(params.min_p).log().to(logprobs_BV)
+        floor_B1 = logprobs_BV.amax(-1, keepdim=True) + math.log(params.min_p)
         logprobs_BV = torch.where(logprobs_BV >= floor_B1, logprobs_BV, -torch.inf)
     if params.top_p < 1:
         ordered = logprobs_BV.sort(dim=-1, descending=True)

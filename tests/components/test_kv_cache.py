@@ -1,14 +1,24 @@
-"""Accounting and construction of the caches; their attention is tested in tests/attention."""
+"""Accounting, construction and swapping; attention of the backends is tested in tests/attention.
+
+Axes: H query heads, K KV heads, D head dim.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from sparrow.attention.reference import attend_reference, select_reference
 from sparrow.components.budget import FixedBudget, StepSchedule
 from sparrow.components.kv_cache import DenseKVCache, SparseKVCache
 from sparrow.components.selector import CentroidSelector, QuestSelector
 from sparrow.errors import UserError
+from sparrow.models.decoder_config import DecoderConfig
+
+CONFIG = DecoderConfig(
+    vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16
+)
+CPU = torch.device("cpu")
 
 
 def test_what_is_read_by_hand():
@@ -49,3 +59,41 @@ def test_the_released_schedule_is_held_against_the_run():
         SparseKVCache(schedule, QuestSelector()).check("/models/Qwen3-4B", 1.0)
     allowed = StepSchedule(path="qwen3-4b-0.86", allow_foreign=True)
     assert len(SparseKVCache(allowed, QuestSelector(), page_size=32).check("/models/Qwen3-8B", 0.6)) == 4
+
+
+@pytest.mark.parametrize("cache", [DenseKVCache(), SparseKVCache(FixedBudget(pages=4), QuestSelector())])
+def test_what_is_swapped_comes_back_bit_for_bit_elsewhere(cache):
+    cache.allocate(CONFIG, 9, CPU, torch.float32)
+    for tensor in (*cache.pool.keys_KSD, *cache.pool.values_KSD, *cache.pool.landmarks_KPMD.values()):
+        tensor.normal_()
+    before = cache.swap_out(list(range(10)))
+    saved = cache.swap_out([7, 2, 5])
+    cache.swap_in(saved, [1, 9, 2])
+    after = cache.swap_out(list(range(10)))
+    moved = {1: 7, 9: 2, 2: 5}
+    for old, new in zip(before, after, strict=True):
+        assert all(torch.equal(new[:, block], old[:, moved.get(block, block)]) for block in range(10))
+    cache.pool.keys_KSD[1].zero_()
+    assert all(torch.equal(x, y) for x, y in zip(saved, [old[:, [7, 2, 5]] for old in before], strict=True))
+
+
+def test_pages_blocks_and_schedule_at_their_edges():
+    """Decode at lengths on both sides of each edge, one of them of the schedule, against the reference."""
+    schedule = StepSchedule(pages=[5, 30, 70], bin_width=2000)
+    selector = CentroidSelector()
+    cache = SparseKVCache(schedule, selector, dense_layers=0, backend="gather")
+    budgets = {15: 5, 16: 5, 17: 5, 127: 5, 128: 5, 129: 5, 1999: 5, 2000: 30, 2001: 30, 3999: 30, 4000: 70}
+    for length, budget in budgets.items():
+        rng = torch.Generator().manual_seed(length)
+        q_HD = torch.randn(4, 16, generator=rng)
+        k_TKD, v_TKD = torch.randn(2, length, 2, 16, generator=rng)
+        num_blocks = -(-length // 128)
+        cache.allocate(CONFIG, num_blocks, CPU, torch.float32)
+        table_1N = torch.arange(num_blocks, 0, -1)[None]
+        position = torch.arange(length)
+        slots = table_1N[0, position // 128] * 128 + position % 128
+        cache.prefill(slots[:-1], [length - 1])(0, k_TKD[:-1].repeat(1, 2, 1), k_TKD[:-1], v_TKD[:-1])
+        out = cache.decode(table_1N, torch.tensor([length]))(0, q_HD[None], k_TKD[-1:], v_TKD[-1:])
+        pages = select_reference(q_HD, k_TKD, budget, selector, 16, 1, 2)
+        assert len(pages[0]) == min(budget, -(-length // 16))
+        torch.testing.assert_close(out[0], attend_reference(q_HD, k_TKD, v_TKD, pages, 16))

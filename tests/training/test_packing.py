@@ -26,7 +26,7 @@ def rollouts() -> RolloutBatch:
         top_logprobs_TK=nothing[:, None],
         pages_T=torch.zeros(total, dtype=torch.int64),
         terminated_S=torch.tensor([True, True, False]),
-        version=0,
+        versions_S=torch.zeros(3, dtype=torch.int64),
     )
 
 

@@ -1,0 +1,25 @@
+"""Whether the KV pool fits into what the device has left, said before anything is allocated."""
+
+from __future__ import annotations
+
+import torch
+
+from sparrow.errors import UserError
+from sparrow.models.decoder_config import DecoderConfig
+from sparrow.protocols import KVCache
+
+
+def check_pool_fits(
+    config: DecoderConfig, cache: KVCache, kv_tokens: int, device: torch.device, dtype: torch.dtype
+) -> None:
+    """UserError with need, limit and key where a pool of `kv_tokens` cannot be had on a CUDA device."""
+    if device.type != "cuda":
+        return
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    per_token = cache.bytes_per_token(config, dtype)
+    if kv_tokens * per_token > free:
+        raise UserError(
+            f"engine.kv_tokens: {kv_tokens} tokens of {per_token} bytes need {kv_tokens * per_token / 2**30:.1f} GiB, "
+            f"{free / 2**30:.1f} GiB are free on {device}; at most {free // per_token} tokens fit"
+        )
