@@ -11,6 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from sparrow.errors import UserError
+
 
 class CentroidSelector:
     """The paper's: a page is the mean of its keys after RoPE, its score the mean query of the GQA group times that."""
@@ -44,11 +46,7 @@ class HeadSoftmaxSelector:
 
     def score(self, q_BKGD: Tensor, landmarks_BKPMD: Tensor, candidates_BP: Tensor) -> Tensor:
         """[B, K, P], fp32; each row's candidates sum to G."""
-        logits = torch.einsum("bkgd,bkpd->bkgp", q_BKGD.float(), landmarks_BKPMD[..., 0, :].float())
-        logits = logits / math.sqrt(q_BKGD.shape[-1])
-        # A finite floor: a row without candidates must give numbers, not NaN.
-        floor = torch.finfo(logits.dtype).min
-        return torch.where(candidates_BP[:, None, None], logits, floor).softmax(-1).sum(2)
+        return _page_mass(q_BKGD, landmarks_BKPMD, candidates_BP).sum(2)
 
 
 class QuestSelector:
@@ -70,3 +68,74 @@ class QuestSelector:
         positive, negative = q_BKGD.float().clamp(min=0), q_BKGD.float().clamp(max=0)
         bound = torch.einsum("bkgd,bkpd->bkgp", positive, high) + torch.einsum("bkgd,bkpd->bkgp", negative, low)
         return bound.amax(2)
+
+
+class HeadMaxSelector:
+    """Softmax over the candidates' centroids per query head, the largest over the group.
+
+    A page that one head needs is kept, whatever the others think of it. No kernel of its own.
+    """
+
+    landmarks_per_page = 1
+    kernel = None
+
+    def landmarks(self, keys: Tensor) -> Tensor:
+        """[..., page, D] to [..., 1, D]."""
+        return keys.mean(-2, keepdim=True)
+
+    def score(self, q_BKGD: Tensor, landmarks_BKPMD: Tensor, candidates_BP: Tensor) -> Tensor:
+        """[B, K, P], fp32, in [0, 1]."""
+        return _page_mass(q_BKGD, landmarks_BKPMD, candidates_BP).amax(2)
+
+
+class SegmentSoftmaxSelector:
+    """Several centroids a page, one per segment of its tokens: their attention mass by head, summed over the group.
+
+    With as many segments as tokens in a page the centroids are the keys, and the score is the true attention mass: the
+    oracle, for analysis only, since it reads all keys. No kernel of its own.
+
+    Args:
+        segments: centroids per page, M; must divide the page size.
+    """
+
+    kernel = None
+
+    def __init__(self, segments: int = 4) -> None:
+        if segments < 1:
+            raise UserError(f"SegmentSoftmaxSelector.segments: {segments} must be at least 1")
+        self.landmarks_per_page = segments
+
+    def landmarks(self, keys: Tensor) -> Tensor:
+        """[..., page, D] to [..., M, D]."""
+        page, segments = keys.shape[-2], self.landmarks_per_page
+        if page % segments:
+            raise UserError(f"SegmentSoftmaxSelector.segments: {segments} does not divide kv_cache.page_size {page}")
+        return keys.unflatten(-2, (segments, page // segments)).mean(-2)
+
+    def score(self, q_BKGD: Tensor, landmarks_BKPMD: Tensor, candidates_BP: Tensor) -> Tensor:
+        """[B, K, P], fp32; each row's candidates sum to G."""
+        return _page_mass(q_BKGD, landmarks_BKPMD, candidates_BP).sum(2)
+
+
+class WindowSelector:
+    """The newest pages, whatever the query: sink and sliding window, the baseline that needs no landmarks."""
+
+    landmarks_per_page = 0
+    kernel = None
+
+    def landmarks(self, keys: Tensor) -> Tensor:
+        """[..., page, D] to [..., 0, D]."""
+        return keys[..., :0, :]
+
+    def score(self, q_BKGD: Tensor, landmarks_BKPMD: Tensor, candidates_BP: Tensor) -> Tensor:
+        """[B, K, P], fp32: the page's number."""
+        page_P = torch.arange(candidates_BP.shape[1], dtype=torch.float32, device=q_BKGD.device)
+        return page_P.expand(*q_BKGD.shape[:2], -1)
+
+
+def _page_mass(q_BKGD: Tensor, landmarks_BKPMD: Tensor, candidates_BP: Tensor) -> Tensor:
+    """Attention of each query head to the candidates' landmarks, summed over those of a page; [B, K, G, P], fp32."""
+    logits = torch.einsum("bkgd,bkpmd->bkgpm", q_BKGD.float(), landmarks_BKPMD.float()) / math.sqrt(q_BKGD.shape[-1])
+    # A finite floor: a row without candidates must give numbers, not NaN.
+    floor = torch.finfo(logits.dtype).min
+    return torch.where(candidates_BP[:, None, None], logits.logsumexp(-1), floor).softmax(-1)
