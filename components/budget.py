@@ -1,28 +1,24 @@
 """Budget schedules: how many KV pages a sparse layer may read at each cached length (paper, dynamic budget schedule).
 
 All budgets are *total* pages: sink, recent and selected together. Length is the total cached length in tokens, prompt
-included. Shape suffix: B decode rows; N schedule entries.
+included. Shape suffix: N schedule entries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import torch
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
+from sparrow.components.schedule_file import check_pages, check_whole, read_schedule
 from sparrow.errors import UserError
-from sparrow.registry import did_you_mean, recipes_dir
+from sparrow.protocols import RunSettings
 
 DEFAULT_BIN_WIDTH = 2000
-RELEASED_ENTRIES = 20
-ESTIMATORS = ("top_20", "exact")
+UNBOUNDED = 2**31 - 1
 
 
 class FixedBudget:
@@ -33,26 +29,94 @@ class FixedBudget:
     """
 
     def __init__(self, pages: int) -> None:
-        _check_pages([pages], bin_width=None, where="FixedBudget", allow_dips=False)
+        check_pages([pages], bin_width=None, where="FixedBudget", allow_dips=False)
         self.max_pages = pages
 
+    def max_pages_until(self, length: int) -> int:
+        """The budget."""
+        return self.max_pages
+
     def pages(self, cached_length: Tensor) -> Tensor:
-        """The budget for each cached length [B] (any shape), int64."""
+        """The budget for each cached length (any shape), int64."""
         return torch.full_like(cached_length, self.max_pages, dtype=torch.int64)
 
-    def check(
-        self,
-        page_size: int,
-        sink_pages: int,
-        recent_pages: int,
-        dense_layers: int,
-        model_name: str,
-        selector: str,
-        temperature: float = 1.0,
-    ) -> list[str]:
+    def check(self, run: RunSettings) -> list[str]:
         """A fixed budget has no provenance: only the reserved pages can rule it out; always returns []."""
-        _check_reserved([self.max_pages], sink_pages + recent_pages, where="FixedBudget")
+        check_reserved([self.max_pages], run, where="FixedBudget")
         return []
+
+
+class RatioBudget:
+    """A share of the pages that are cached, rounded up: it grows with length at a constant cost per cached token.
+
+    Args:
+        share: of the pages, above 0 and at most 1; taken as the nearest fraction with a denominator up to a million.
+        minimum: pages that are kept at any length.
+        maximum: pages that are never exceeded; None where only the sequence is to bound them.
+        page_size: tokens per page; the cache's.
+
+    Raises:
+        UserError: a number out of range.
+    """
+
+    def __init__(self, share: float, minimum: int, maximum: int | None = None, page_size: int = 16) -> None:
+        if not 0 < share <= 1:
+            raise UserError(f"RatioBudget: share must be above 0 and at most 1, got {share}")
+        check_whole("minimum", minimum, "RatioBudget")
+        check_whole("page_size", page_size, "RatioBudget")
+        if maximum is not None:
+            check_whole("maximum", maximum, "RatioBudget", least=minimum)
+        # Whole numbers, because ceil(.1 * 30) is 4 in floating point.
+        self.share = Fraction(share).limit_denominator(10**6)
+        self.minimum, self.page_size = minimum, page_size
+        self.max_pages = UNBOUNDED if maximum is None else maximum
+
+    def max_pages_until(self, length: int) -> int:
+        """The budget at that length: it never falls."""
+        return int(self.pages(torch.tensor(length)))
+
+    def pages(self, cached_length: Tensor) -> Tensor:
+        """The budget for each cached length (any shape), int64, on its device."""
+        pages = -(-cached_length.long() // self.page_size)
+        share = -(-pages * self.share.numerator // self.share.denominator)
+        return share.clamp(self.minimum, self.max_pages)
+
+    def check(self, run: RunSettings) -> list[str]:
+        """No provenance, but it counts in pages: UserError where those of the cache have another size."""
+        if run.page_size != self.page_size:
+            raise UserError(f"RatioBudget: page_size {self.page_size} is not the {run.page_size} of the cache")
+        check_reserved([self.minimum], run, where="RatioBudget")
+        return []
+
+
+class StepTable:
+    """Entries by cached length: entry `min(length // bin_width, last)`.
+
+    `replace` writes into the tables that devices hold, so that a captured CUDA graph reads the new entries.
+    """
+
+    def __init__(self, entries: Sequence[int], bin_width: int) -> None:
+        self.entries, self.bin_width = list(entries), bin_width
+        self._tables_N: dict[torch.device, Tensor] = {}
+
+    def bins(self, cached_length: Tensor) -> Tensor:
+        """Number of the entry for each cached length, int64."""
+        return (cached_length.long() // self.bin_width).clamp(max=len(self.entries) - 1)
+
+    def pages(self, cached_length: Tensor) -> Tensor:
+        """The entry for each cached length (any shape), int64, on its device; nothing reaches the host."""
+        device = cached_length.device
+        # Kept per device: a copy from the host inside a CUDA graph would be an error on every step.
+        if device not in self._tables_N:
+            self._tables_N[device] = torch.tensor(self.entries, dtype=torch.int64, device=device)
+        return self._tables_N[device][self.bins(cached_length)]
+
+    def replace(self, entries: Sequence[int]) -> None:
+        """As many other entries."""
+        assert len(entries) == len(self.entries), entries
+        self.entries = list(entries)
+        for table_N in self._tables_N.values():
+            table_N.copy_(torch.tensor(self.entries))
 
 
 class StepSchedule:
@@ -85,42 +149,38 @@ class StepSchedule:
         self.where = path or "StepSchedule"
         self.provenance = None if path is None else read_schedule(path, allow_dips)
         if self.provenance is not None:
-            self.bin_width, self.entries = self.provenance.bin_width, self.provenance.pages
+            bin_width, entries = self.provenance.bin_width, self.provenance.pages
         else:
-            self.bin_width, self.entries = DEFAULT_BIN_WIDTH if bin_width is None else bin_width, list(pages or [])
-            _check_whole("bin_width", self.bin_width, self.where)
-            _check_pages(self.entries, self.bin_width, self.where, allow_dips)
-        self._tables_N: dict[torch.device, Tensor] = {}
+            bin_width, entries = DEFAULT_BIN_WIDTH if bin_width is None else bin_width, list(pages or [])
+            check_whole("bin_width", bin_width, self.where)
+            check_pages(entries, bin_width, self.where, allow_dips)
+        self.table = StepTable(entries, bin_width)
+
+    @property
+    def bin_width(self) -> int:
+        """Tokens per entry."""
+        return self.table.bin_width
+
+    @property
+    def entries(self) -> list[int]:
+        """Total pages per bin."""
+        return self.table.entries
 
     @property
     def max_pages(self) -> int:
         """The largest budget at any length."""
         return max(self.entries)
 
+    def max_pages_until(self, length: int) -> int:
+        """The largest budget at any cached length up to `length`, dips included."""
+        return max(self.entries[: length // self.bin_width + 1])
+
     def pages(self, cached_length: Tensor) -> Tensor:
-        """The budget for each cached length [B] (any shape), int64, on its device; nothing reaches the host."""
-        device = cached_length.device
-        # Kept per device: a copy from the host inside a CUDA graph would be an error on every step.
-        if device not in self._tables_N:
-            self._tables_N[device] = torch.tensor(self.entries, dtype=torch.int64, device=device)
-        entry = (cached_length.long() // self.bin_width).clamp(max=len(self.entries) - 1)
-        return self._tables_N[device][entry]
+        """The budget for each cached length (any shape), int64, on its device; nothing reaches the host."""
+        return self.table.pages(cached_length)
 
-    def check(
-        self,
-        page_size: int,
-        sink_pages: int,
-        recent_pages: int,
-        dense_layers: int,
-        model_name: str,
-        selector: str,
-        temperature: float = 1.0,
-    ) -> list[str]:
+    def check(self, run: RunSettings) -> list[str]:
         """Compares the settings that the schedule was calibrated for with those of the run.
-
-        Args:
-            model_name: name or folder of the checkpoint; its last part counts, upper or lower case.
-            selector: class name or short name (`CentroidSelector`, `centroid`).
 
         Returns:
             One sentence per difference, to be printed; empty when all agree or the entries stand in the YAML.
@@ -128,24 +188,17 @@ class StepSchedule:
         Raises:
             UserError: a budget below the reserved pages; a difference, unless `allow_foreign`.
         """
-        _check_reserved(self.entries, sink_pages + recent_pages, self.where)
+        check_reserved(self.entries, run, self.where)
         if self.provenance is None:
             return []
-        run = {
-            "model": Path(model_name).name.lower(),
-            "page_size": page_size,
-            "selector": _short_selector(selector),
-            "sink_pages": sink_pages,
-            "recent_pages": recent_pages,
-            "dense_layers": dense_layers,
-            "temperature": float(temperature),
-        }
-        names = {"model": self.provenance.model.lower(), "selector": _short_selector(self.provenance.selector)}
-        made_for = vars(self.provenance) | names
+        made_for, ours = (
+            vars(x) | {"model": Path(x.model).name.lower(), "selector": _short_selector(x.selector)}
+            for x in (self.provenance, run)
+        )
         differences = [
-            f"{key} is {made_for[key]!r} in the schedule, {ours!r} in this run"
-            for key, ours in run.items()
-            if made_for[key] != ours
+            f"{key} is {made_for[key]!r} in the schedule, {value!r} in this run"
+            for key, value in ours.items()
+            if made_for[key] != value
         ]
         if differences and not self.allow_foreign:
             raise UserError(
@@ -155,99 +208,9 @@ class StepSchedule:
         return differences
 
 
-@dataclass(frozen=True)
-class ScheduleFile:
-    """A schedule with its provenance; the keys of the YAML file, all of them required.
-
-    `estimator` and `tau` say which P5 the entries were chosen for: "top_20" (the paper's lower bound) or "exact".
-    `landmark` is how the selector summarises a page. `source` is "released" for the paper's tables.
-    """
-
-    model: str
-    tau: float
-    estimator: str
-    page_size: int
-    bin_width: int
-    pages: list[int]
-    selector: str
-    landmark: str
-    sink_pages: int
-    recent_pages: int
-    dense_layers: int
-    temperature: float
-    source: str
-
-
-def read_schedule(path: str, allow_dips: bool = False) -> ScheduleFile:
-    """Reads and validates a schedule by name or path; UserError names file, key and value."""
-    file = _find(path)
-    try:
-        node = OmegaConf.to_container(OmegaConf.load(file))
-    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: not readable as YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(node, dict):
-        raise UserError(f"{file}: a schedule is a mapping of keys, not a {type(node).__name__}")
-    known = [field.name for field in fields(ScheduleFile)]
-    for key in node:
-        if key not in known:
-            raise UserError(f"{file}: unknown key {key!r}{did_you_mean(str(key), known)}")
-    if missing := [key for key in known if key not in node]:
-        raise UserError(f"{file}: missing {', '.join(missing)}")
-    return _validated(node, str(file), allow_dips)
-
-
-def _validated(node: dict[Any, Any], file: str, allow_dips: bool) -> ScheduleFile:
-    for key in ("page_size", "bin_width"):
-        _check_whole(key, node[key], file)
-    for key in ("sink_pages", "recent_pages", "dense_layers"):
-        _check_whole(key, node[key], file, least=0)
-    for key in ("model", "selector", "landmark", "source"):
-        if not isinstance(node[key], str) or not node[key]:
-            raise UserError(f"{file}: {key} must be a name, got {node[key]!r}")
-    for key, most in (("tau", 1.0), ("temperature", float("inf"))):
-        if type(node[key]) not in (int, float) or not 0 < node[key] <= most:
-            raise UserError(f"{file}: {key} must be a number above 0 and at most {most}, got {node[key]!r}")
-    if node["estimator"] not in ESTIMATORS:
-        raise UserError(f"{file}: estimator must be one of {', '.join(ESTIMATORS)}, got {node['estimator']!r}")
-    if not isinstance(node["pages"], list):
-        raise UserError(f"{file}: pages must be a list of budgets, got {node['pages']!r}")
-    _check_pages(node["pages"], node["bin_width"], file, allow_dips)
-    if node["source"] == "released" and len(node["pages"]) != RELEASED_ENTRIES:
-        raise UserError(f"{file}: a released schedule has {RELEASED_ENTRIES} entries, this has {len(node['pages'])}")
-    return ScheduleFile(**node)
-
-
-def _find(path: str) -> Path:
-    if "/" in path or path.endswith((".yaml", ".yml")):
-        return Path(path).expanduser()
-    # The files are data that ship beside the recipes; no recipe is imported.
-    folder = recipes_dir() / "configs" / "schedules"
-    names = sorted(file.stem for file in folder.glob("*.yaml"))
-    if path in names:
-        return folder / f"{path}.yaml"
-    hint = did_you_mean(path, names) or f", there are {', '.join(names)}"
-    raise UserError(f"no schedule is called {path!r}{hint}; any other needs the path of its .yaml file")
-
-
-def _check_whole(key: str, value: Any, where: str, least: int = 1) -> None:
-    if type(value) is not int or value < least:
-        raise UserError(f"{where}: {key} must be a whole number of at least {least}, got {value!r}")
-
-
-def _check_pages(pages: Sequence[Any], bin_width: int | None, where: str, allow_dips: bool) -> None:
-    if not pages:
-        raise UserError(f"{where}: pages is empty; a schedule has at least one entry")
-    for entry, value in enumerate(pages):
-        name = "pages" if bin_width is None else f"pages[{entry}] (from cached length {entry * bin_width})"
-        _check_whole(name, value, where)
-        if entry and value < pages[entry - 1] and not allow_dips:
-            raise UserError(
-                f"{where}: {name} is {value}, below the {pages[entry - 1]} before it; "
-                "a budget does not fall with length, unless allow_dips: true"
-            )
-
-
-def _check_reserved(pages: Sequence[int], reserved: int, where: str) -> None:
+def check_reserved(pages: Sequence[int], run: RunSettings, where: str) -> None:
+    """UserError where a budget does not hold the pages that are always kept."""
+    reserved = run.sink_pages + run.recent_pages
     if min(pages) < reserved:
         entry = pages.index(min(pages))
         raise UserError(f"{where}: pages[{entry}] is {pages[entry]}, fewer than the {reserved} sink and recent pages")

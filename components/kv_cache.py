@@ -21,7 +21,7 @@ from sparrow.attention.pool import PagePool
 from sparrow.attention.prefill import Prefill, PrefillChunk
 from sparrow.errors import UserError
 from sparrow.models.decoder_config import DecoderConfig
-from sparrow.protocols import Attention, BudgetSchedule, Selector
+from sparrow.protocols import Attention, BudgetSchedule, RunSettings, Selector
 
 
 def _check_sizes(page_size: int, block_size: int) -> None:
@@ -45,6 +45,7 @@ class DenseKVCache:
     def __init__(self, page_size: int = 16, block_size: int = 128, backend: Backend = "auto") -> None:
         _check_sizes(page_size, block_size)
         self.page_size, self.block_size, self.backend = page_size, block_size, backend
+        self.budget: BudgetSchedule | None = None
 
     def allocate(self, config: DecoderConfig, num_blocks: int, device: torch.device, dtype: torch.dtype) -> None:
         """Makes the pool of `num_blocks` blocks (and the null block)."""
@@ -92,7 +93,7 @@ class DenseKVCache:
         """Plain causal attention."""
         return PackedCausal(lengths, device)
 
-    def check(self, model_name: str, temperature: float) -> list[str]:
+    def check(self, model: str, temperature: float, estimator: str) -> list[str]:
         """Nothing to compare: dense attention has no schedule."""
         return []
 
@@ -136,6 +137,7 @@ class SparseKVCache:
                 f"kv_cache: sink_pages {sink_pages} must be >= 0 and recent_pages {recent_pages} >= 1 (the open page)"
             )
         self.page_size, self.block_size, self.backend = page_size, block_size, backend
+        self.budget: BudgetSchedule | None = budget
         self.pattern = SparsePattern(budget, selector, page_size, sink_pages, recent_pages, dense_layers)
         smallest = int(budget.pages(torch.zeros((), dtype=torch.int64)))
         if smallest < sink_pages + recent_pages:
@@ -194,18 +196,20 @@ class SparseKVCache:
         """The sparsity of decode for whole sequences, differentiable."""
         return MaskedSparse(lengths, prompt_lengths, self.pattern)
 
-    def check(self, model_name: str, temperature: float) -> list[str]:
+    def check(self, model: str, temperature: float, estimator: str) -> list[str]:
         """What the schedule was calibrated for against this run: see `sparrow.components.budget.StepSchedule.check`."""
         rule = self.pattern
-        return rule.budget.check(
-            rule.page_size,
-            rule.sink_pages,
-            rule.recent_pages,
-            rule.dense_layers,
-            model_name,
-            type(rule.selector).__name__,
-            temperature,
+        run = RunSettings(
+            model=model,
+            page_size=rule.page_size,
+            selector=type(rule.selector).__name__,
+            sink_pages=rule.sink_pages,
+            recent_pages=rule.recent_pages,
+            dense_layers=rule.dense_layers,
+            temperature=float(temperature),
+            estimator=estimator,
         )
+        return rule.budget.check(run)
 
     def pages_read(self, cached_length: Tensor) -> Tensor:
         """The budget, or all pages where the sequence has no more."""

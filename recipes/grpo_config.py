@@ -10,6 +10,7 @@ from sparrow.engine.engine import EngineConfig
 from sparrow.engine.sampler import SamplingParams
 from sparrow.errors import UserError
 from sparrow.training import distributed
+from sparrow.training.alarms import Alarms
 
 
 @dataclass(kw_only=True)
@@ -67,6 +68,7 @@ class GRPOConfig:
     micro_batch_tokens: int = 16384
     logprob_chunk: int = 1024
     distiller: Component | None = None
+    alarms: Alarms = field(default_factory=Alarms)
 
     trackers: list[Component]
     samples_per_step: int = 2

@@ -110,4 +110,8 @@ def _saved(rows: list[dict[str, float]], tau: float) -> list[str]:
     if bins:
         shown = "  ".join(f"{start}: {value:.3f}" for start, value in bins.items())
         lines.append(f"tail     P5 by cached length at the last step: {shown} (tau {tau})")
+    moved = [key for key in steps[-1] if key.startswith("budget/pages_bin/")]
+    if moved:
+        shown = "  ".join(f"{k.rpartition('/')[2]}: {steps[0][k]:.0f} -> {steps[-1][k]:.0f}" for k in moved)
+        lines.append(f"budget   pages by cached length, first and last step: {shown}")
     return lines

@@ -24,7 +24,7 @@ import yaml
 from torch import Tensor, nn
 
 from sparrow.attention.packed import PackedCausal
-from sparrow.components.acceptance import alpha_top_k, top_k_floor
+from sparrow.components.acceptance import TailTokens, alpha_top_k, top_k_floor
 from sparrow.components.aggregation import BatchTotals
 from sparrow.components.data import Example, PromptData
 from sparrow.components.distiller import Distiller
@@ -33,11 +33,12 @@ from sparrow.components.loss import LossInputs, kl_penalty
 from sparrow.components.reward import columns_per_sequence, combine_rewards
 from sparrow.config import to_yaml
 from sparrow.engine.engine import Engine
-from sparrow.errors import Interrupted, UserError
+from sparrow.errors import AlarmStop, Interrupted, UserError
 from sparrow.launch import check_stop, run_recipe, stop_requested
 from sparrow.models.checkpoint import load_decoder, save_decoder
 from sparrow.models.decoder import Decoder
 from sparrow.models.tokenizer import Tokenizer
+from sparrow.protocols import AdaptiveBudget
 from sparrow.recipes.grpo_config import GRPOConfig, Validation, check
 from sparrow.recipes.grpo_minibatches import Minibatch, combine_metrics, split_minibatches
 from sparrow.recipes.grpo_report import decode_responses, print_report, rollout_metrics, sample_rows
@@ -45,6 +46,7 @@ from sparrow.recipes.sparrow_sft import ensure_warmup
 from sparrow.rollout import RolloutBatch
 from sparrow.tracking.tracker import SafeTrackers
 from sparrow.training import distributed
+from sparrow.training.alarms import AlarmMonitor
 from sparrow.training.device import resolve_device
 from sparrow.training.learning_rate import LearningRate
 from sparrow.training.logprob import score_tokens, token_logprobs
@@ -62,6 +64,7 @@ class SparrowGRPO:
         self.output_dir = Path(cfg.output_dir)
         self.saves = self.output_dir / "checkpoints"
         self.trackers = SafeTrackers([tracker.build() for tracker in cfg.trackers] if distributed.rank() == 0 else [])
+        self.alarms = AlarmMonitor(cfg.alarms)
         self.run_id: str | None = None  # of the trackers, where the run is resumed
         self.step = 0
         self.nonfinite_in_a_row = 0
@@ -110,7 +113,9 @@ class SparrowGRPO:
         self.advantage, self.correction = cfg.advantage.build(), cfg.correction.build()
         self.loss, self.aggregation = cfg.loss.build(), cfg.aggregation.build()
         self.distiller: Distiller | None = cfg.distiller.build() if cfg.distiller is not None else None
-        for difference in self.cache.check(cfg.model, cfg.sampling.temperature):  # raises where it is not allowed
+        self.controller = self.cache.budget if isinstance(self.cache.budget, AdaptiveBudget) else None
+        estimator = self.acceptance.estimator_name
+        for difference in self.cache.check(cfg.model, cfg.sampling.temperature, estimator):  # raises if not allowed
             if distributed.rank() == 0:
                 print(f"schedule, foreign but allowed: {difference}", flush=True)
 
@@ -125,10 +130,12 @@ class SparrowGRPO:
         self.parameters = list(self.model.parameters())  # those of the dense policy: the adapter comes after
         if self.distiller is not None:
             self.distiller.attach(self.model)
+        self.dense_cache = DenseKVCache(self.cache.page_size, self.cache.block_size)
         if cfg.validation is not None:
-            dense = DenseKVCache(self.cache.page_size, self.cache.block_size)
             # Numbers of its own: training and validation prompts count from 0 alike.
-            self.validation_engine = Engine(self.model, dense, eos_ids, cfg.engine, cfg.seed + 1, decode=decode)
+            self.validation_engine = Engine(
+                self.model, self.dense_cache, eos_ids, cfg.engine, cfg.seed + 1, decode=decode
+            )
 
     def _print_start(self) -> None:
         """What goes wrong most often: sampling parameters, end of the response, the prompt as the model sees it."""
@@ -146,6 +153,7 @@ class SparrowGRPO:
             while self.step < self.cfg.steps:
                 check_stop()
                 self._step()
+                self._stop_on_alarm()
         except Interrupted:
             self._save()
             raise Interrupted(f"stopped after step {self.step}; resume=auto goes on from {self.saves}") from None
@@ -153,11 +161,27 @@ class SparrowGRPO:
         if distributed.rank() == 0:
             print_report(self.output_dir, self.saves, self.acceptance.tau)
 
+    def _stop_on_alarm(self) -> None:
+        if names := self.alarms.stopped_by:
+            self._save()
+            raise AlarmStop(
+                f"alarm {', '.join(names)} stopped the run after step {self.step}; it is saved in {self.saves}"
+            )
+
+    def _check_alarms(self, metrics: dict[str, float]) -> dict[str, float]:
+        """On figures of all ranks, and so the same on each."""
+        raised, lines = self.alarms.step(metrics)
+        if distributed.rank() == 0:
+            for line in lines:
+                print(f"step {self.step}: {line}", file=sys.stderr, flush=True)
+        return raised
+
     def _step(self) -> None:
         """One step, the validation and the save that are due after it, and its row of metrics."""
         started = time.perf_counter()
         metrics = self._train_step()
         self.step += 1
+        metrics |= self._check_alarms(metrics)
         validation = self.cfg.validation
         try:
             if validation is not None and (self.step % validation.every == 0 or self.step == self.cfg.steps):
@@ -180,12 +204,18 @@ class SparrowGRPO:
         everything = [micro for minibatch in minibatches for micro in minibatch.micro_batches] + only_scored
         with _clock(seconds, "time/dense"):
             metrics = self._dense_pass(batch, everything)
-        metrics |= reward_metrics | rollout_metrics(batch, self.cache, self.model.config.num_layers, self.engine.stats)
+        metrics |= reward_metrics | rollout_metrics(
+            batch, self.engine.cache, self.model.config.num_layers, self.engine.stats
+        )
         with _clock(seconds, "time/update"):
             metrics |= self._update(batch, minibatches)
-        if self.distiller is not None:
+        if self.distiller is not None and not self.alarms.fallback:
             with _clock(seconds, "time/distill"):
                 metrics |= self._distill(batch, everything)
+        # After the distiller, which looks at the pages that the rollout saw. A dense fallback says nothing of a budget.
+        if self.controller is not None and not self.alarms.fallback:
+            assert batch.alpha_T is not None
+            metrics |= self.controller.observe(batch.alpha_T, batch.cached_length_T, self.acceptance.tau)
         self.engine.sync()
         if distributed.rank() == 0:
             self.trackers.log_samples(sample_rows(batch, self.tokenizer, self.cfg.samples_per_step), self.step + 1)
@@ -198,7 +228,10 @@ class SparrowGRPO:
         first = self.step * cfg.prompts_per_step
         numbers = list(range(first, first + cfg.prompts_per_step))[distributed.rank() :: distributed.world_size()]
         examples = [self.data.example(number) for number in numbers]
-        adapter: AbstractContextManager[None] = nullcontext() if self.distiller is None else self.distiller.rollout()
+        adapter: AbstractContextManager[None] = nullcontext()
+        if self.distiller is not None and not self.alarms.fallback:
+            adapter = self.distiller.rollout()
+        self.engine.cache = self.dense_cache if self.alarms.fallback else self.cache  # the engine sleeps between steps
         with adapter:
             batch = self.engine.generate(
                 [self._encode(example) for example in examples],
@@ -259,13 +292,10 @@ class SparrowGRPO:
         return self._acceptance_metrics(batch, floor_T, beside_T) | self._correct(batch)
 
     def _acceptance_metrics(self, batch: RolloutBatch, floor_T: Tensor, top_k_T: Tensor | None) -> dict[str, float]:
-        assert batch.alpha_T is not None and batch.entropy_T is not None
-        metrics: dict[str, float] = self.acceptance.summary(
-            distributed.gather(batch.alpha_T),
-            distributed.gather(floor_T),
-            distributed.gather(batch.cached_length_T),
-            None if top_k_T is None else distributed.gather(top_k_T),
-        )
+        assert batch.alpha_T is not None and batch.entropy_T is not None and batch.dense_logprobs_T is not None
+        logprobs = (batch.logprobs_T, batch.dense_logprobs_T)
+        tokens = TailTokens(batch.alpha_T, floor_T, batch.cached_length_T, *logprobs, top_k_T)
+        metrics: dict[str, float] = self.acceptance.summary(tokens)
         return metrics | {
             "acceptance/tau": self.acceptance.tau,
             "entropy": float(distributed.gather(batch.entropy_T).mean()),
@@ -441,10 +471,12 @@ class SparrowGRPO:
             "step": self.step,
             "version": self.engine.version,
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
+            "alarms": self.alarms.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "trackers": self.trackers.state_dict(),
             "rng": torch.get_rng_state(),
             "distiller": None if self.distiller is None else self.distiller.state_dict(),
+            "controller": None if self.controller is None else self.controller.state_dict(),
         }
         torch.save(state, folder / "state.pt")
 
@@ -453,6 +485,7 @@ class SparrowGRPO:
         self.step = self.last_save = state["step"]
         self.engine.version = state["version"]
         self.nonfinite_in_a_row = state["nonfinite_in_a_row"]
+        self.alarms.load_state_dict(state["alarms"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.run_id = state["trackers"]["run_id"]
         torch.set_rng_state(state["rng"])
@@ -460,6 +493,8 @@ class SparrowGRPO:
             raise UserError(f"resume: {save} was saved {'without' if self.distiller else 'with'} a distiller")
         if self.distiller is not None:
             self.distiller.load_state_dict(state["distiller"])
+        if self.controller is not None and state["controller"] is not None:  # None: begun with another budget
+            self.controller.load_state_dict(state["controller"])
 
     def cleanup(self) -> None:
         self.trackers.close()

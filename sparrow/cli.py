@@ -83,10 +83,10 @@ def _ls(arguments: list[str]) -> int:
     parser.add_argument("--all", action="store_true", help="list torchtune's recipes as well")
     everything = parser.parse_args(arguments).all
     for recipe in registry.recipes():
-        print(f"{recipe.name:<24}{recipe.description}")
+        print(f"{recipe.name:<26}{recipe.description}")
         for config in registry.configs():
             if config.recipe == recipe.name:
-                print(f"  {config.name:<22}{config.description}")
+                print(f"  {config.name:<24}{config.description}")
     if not everything:
         print("\ntorchtune's own recipes run as well: `tune ls --all` lists them")
         return 0

@@ -1,6 +1,6 @@
-"""The one exception that a user is meant to read.
+"""The exceptions that a user is meant to read.
 
-Everything else that escapes a recipe is a bug and keeps its traceback; a `UserError` is printed as one line.
+Everything else that escapes a recipe is a bug and keeps its traceback; these are printed as one line.
 """
 
 
@@ -10,3 +10,7 @@ class UserError(ValueError):
 
 class Interrupted(Exception):
     """The user asked to stop (Ctrl-C or SIGTERM); raised only where the run's state is consistent."""
+
+
+class AlarmStop(Exception):
+    """An alarm of the config ended the run; raised only where the run's state is saved."""

@@ -29,10 +29,11 @@ import torch.distributed as dist
 
 from sparrow import registry
 from sparrow.config import load_config, load_tree, to_yaml
-from sparrow.errors import Interrupted, UserError
+from sparrow.errors import AlarmStop, Interrupted, UserError
 from sparrow.registry import did_you_mean
 
 EXIT_USER_ERROR = 2
+EXIT_ALARM = 3
 EXIT_INTERRUPTED = 130
 
 
@@ -60,7 +61,8 @@ class Arguments:
 def run_recipe(recipe_class: Callable[[Any], Recipe], schema: type[Any], argv: Sequence[str] | None = None) -> int:
     """Runs a recipe to its end and returns the exit code.
 
-    0 done, 2 UserError (one line on stderr), 130 interrupted after a clean stop. Other exceptions are bugs, and pass.
+    0 done, 2 UserError (one line on stderr), 3 stopped by an alarm, 130 interrupted after a clean stop. Other
+    exceptions are bugs, and pass.
     """
     _adopt_main_module(recipe_class)
     try:
@@ -80,6 +82,9 @@ def run_recipe(recipe_class: Callable[[Any], Recipe], schema: type[Any], argv: S
     except UserError as error:
         _report(str(error))
         return EXIT_USER_ERROR
+    except AlarmStop as error:
+        _report(str(error))
+        return EXIT_ALARM
     except Interrupted as error:
         _report(str(error) or "interrupted")
         return EXIT_INTERRUPTED
@@ -222,7 +227,7 @@ def _process_group() -> Iterator[None]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     try:
         yield
-    except Interrupted:
+    except (AlarmStop, Interrupted):
         dist.destroy_process_group()
         raise
     # After an error the other ranks may wait in a collective, and an orderly end would wait for them.

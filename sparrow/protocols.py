@@ -49,30 +49,59 @@ class ProjectionAttention(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class RunSettings:
+    """What the P5 of a budget depends on: a schedule that was calibrated for other settings may not hold in this run.
+
+    Attributes:
+        model: name or folder of the checkpoint; its last part counts, upper or lower case.
+        selector: class name or short name (`CentroidSelector`, `centroid`).
+        temperature: of the sampling.
+        estimator: of the acceptance rate, "exact" or "top_20".
+    """
+
+    model: str
+    page_size: int
+    selector: str
+    sink_pages: int
+    recent_pages: int
+    dense_layers: int
+    temperature: float
+    estimator: str
+
+
 class BudgetSchedule(Protocol):
     """How many KV pages a sparse layer may read, by cached length (paper, dynamic budget schedule)."""
 
     @property
     def max_pages(self) -> int:
-        """The largest budget the schedule can return; sizes the page lists."""
+        """The largest budget the schedule can return, at any length and at any time."""
+        ...
+
+    def max_pages_until(self, length: int) -> int:
+        """The largest budget at any cached length up to `length`, at any time; sizes the page lists."""
         ...
 
     def pages(self, cached_length: Tensor) -> Tensor:
         """Total pages (sink, recent and selected together) for each cached length; same shape, int64."""
         ...
 
-    def check(
-        self,
-        page_size: int,
-        sink_pages: int,
-        recent_pages: int,
-        dense_layers: int,
-        model_name: str,
-        selector: str,
-        temperature: float,
-    ) -> list[str]:
+    def check(self, run: RunSettings) -> list[str]:
         """Differences between the run and what the schedule was made for; UserError where they are not allowed."""
         ...
+
+
+@runtime_checkable
+class AdaptiveBudget(Protocol):
+    """A budget that moves with the acceptance tail it leads to."""
+
+    def observe(self, alpha_T: Tensor, cached_length_T: Tensor, tau: float) -> dict[str, float]:
+        """Moves the budget by a step's tokens, after their last use of the old one; collective, returns metrics."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Selector(Protocol):
@@ -96,6 +125,7 @@ class KVCache(Protocol):
 
     page_size: int
     block_size: int
+    budget: BudgetSchedule | None  # None where everything is read
 
     @property
     def capturable(self) -> bool:
@@ -140,7 +170,7 @@ class KVCache(Protocol):
         """The same sparsity as decode for packed whole sequences, differentiable; dense over each prompt."""
         ...
 
-    def check(self, model_name: str, temperature: float) -> list[str]:
+    def check(self, model: str, temperature: float, estimator: str) -> list[str]:
         """Differences between run and calibration of the budget, to be printed; UserError where not allowed."""
         ...
 

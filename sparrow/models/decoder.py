@@ -168,9 +168,11 @@ class Decoder(nn.Module):
         """The matrix [V, E] that turns hidden states into logits; the embedding where the head is tied."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
-    def logits(self, hidden_NE: Tensor) -> Tensor:
-        """Logits [N, V] in fp32, whatever the model's dtype, for final hidden states [N, E]."""
-        return F.linear(hidden_NE.float(), self.head_weight.float())
+    def logits(self, hidden_NE: Tensor, vocab: slice | None = None) -> Tensor:
+        """Logits in fp32, whatever the model's dtype, for final hidden states [N, E]: [N, V], or a slice of V."""
+        # Not slice(None): its backward would hold a second gradient of the whole matrix.
+        weight_VE = self.head_weight if vocab is None else self.head_weight[vocab]
+        return F.linear(hidden_NE.float(), weight_VE.float())
 
     @torch.no_grad()
     def init_weights(self, seed: int, options: InitOptions = InitOptions()) -> None:

@@ -47,6 +47,15 @@ def sum_values(values: dict[str, float]) -> dict[str, float]:
     return total
 
 
+def sum_tensor(values: Tensor) -> Tensor:
+    """Sums a CPU tensor of one shape over the ranks, the same bits on each; the argument is left alone."""
+    if not dist.is_initialized():
+        return values
+    total = values.clone()
+    dist.all_reduce(total)
+    return total
+
+
 def gather(values: Tensor) -> Tensor:
     """Concatenates a CPU tensor of any length over the ranks, in rank order."""
     return torch.cat(gather_objects(values))

@@ -1,14 +1,17 @@
 """Scoring of packed tokens chunk by chunk, so that logits of shape [tokens, vocabulary] are never held whole.
 
 A response of 32K tokens over a vocabulary of 151K would need 20 GB of fp32 logits; a chunk of 1,024 needs 0.6 GB.
+The dense log-probs of a chunk are made whole, because the update makes them so and both must agree to the last bit;
+the sparse ones, which only the acceptance rate needs, are cut along the vocabulary as well.
 
-Axes: N scored tokens (all of them, or those of one chunk), E hidden size, V vocabulary, K top-k set.
+Axes: N scored tokens (all of them, or those of one chunk), E hidden size, V vocabulary (v a slice of it), K top-k set.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +20,13 @@ from torch.utils.checkpoint import checkpoint
 from sparrow.errors import UserError
 
 Head = Callable[[Tensor], Tensor]
+
+
+class SlicedHead(Protocol):
+    """Final hidden states to fp32 logits, of the whole vocabulary or of a slice; see `Decoder.logits`."""
+
+    def __call__(self, hidden_NE: Tensor, vocab: slice | None = None, /) -> Tensor: ...
+
 
 # Differences of log-probs are clamped to +-20 before exp (as in verl): finite in every dtype, far outside any bound.
 LOG_RATIO_LIMIT = 20.0
@@ -81,12 +91,13 @@ def token_logprobs(
 @torch.no_grad()
 def score_tokens(
     hidden_NE: Tensor,
-    head: Head,
+    head: SlicedHead,
     targets_N: Tensor,
     temperature: float,
     top_k: int,
     sparse_hidden_NE: Tensor | None = None,
     chunk_size: int = 1024,
+    vocab_chunk: int = 4096,
 ) -> DenseScores:
     """Everything a step wants to know of the dense distributions, in one pass over the head and without gradient.
 
@@ -95,7 +106,8 @@ def score_tokens(
         head, targets_N, temperature, chunk_size: as in `token_logprobs`.
         top_k: size of the top-k set; cut to the vocabulary's size.
         sparse_hidden_NE: the rollout's final hidden states for the same tokens, on any device and in any float dtype;
-            moved chunk by chunk and put through the same head, they give the exact acceptance rate.
+            moved chunk by chunk and put through the same head, twice, they give the exact acceptance rate.
+        vocab_chunk: columns of sparse logits that are held at a time.
 
     Raises:
         UserError: temperature is not a positive number.
@@ -110,8 +122,8 @@ def score_tokens(
         for column, part in zip(columns, parts, strict=True):
             column.append(part)
         if sparse_hidden_NE is not None:
-            sparse_NV = _log_softmax(sparse_hidden_NE[rows].to(hidden_NE), head, temperature)
-            alphas.append(alpha_exact(sparse_NV, logprobs_NV))
+            sparse_NE = sparse_hidden_NE[rows].to(hidden_NE)
+            alphas.append(alpha_of_hidden(sparse_NE, logprobs_NV, head, temperature, vocab_chunk))
     logprobs_N, entropy_N, top_ids_NK, top_logprobs_NK = (torch.cat(column) for column in columns)
     return DenseScores(logprobs_N, entropy_N, top_ids_NK, top_logprobs_NK, torch.cat(alphas) if alphas else None)
 
@@ -126,14 +138,38 @@ def alpha_exact(logprobs_sparse_NV: Tensor, logprobs_dense_NV: Tensor) -> Tensor
     return (1 - total_variation_N).clamp(0, 1)
 
 
+def alpha_of_hidden(
+    sparse_hidden_NE: Tensor, logprobs_dense_NV: Tensor, head: SlicedHead, temperature: float, vocab_chunk: int
+) -> Tensor:
+    """`alpha_exact` [N] without the sparse log-probs [N, V]: two passes over slices of `vocab_chunk` columns.
+
+    The first finds the normalisers, the second sums the differences of the probabilities; equal to one pass up to
+    rounding (1e-6). Non-finite logits give NaN, as a log-softmax does.
+    """
+    slices = _chunks(logprobs_dense_NV.shape[-1], vocab_chunk)
+    normalizer_N = logprobs_dense_NV.new_full((len(sparse_hidden_NE),), -torch.inf)
+    for columns in slices:
+        logits_Nv = _checked(head(sparse_hidden_NE, columns)) / temperature
+        normalizer_N = torch.logaddexp(normalizer_N, logits_Nv.logsumexp(-1))
+    difference_N = torch.zeros_like(normalizer_N)
+    for columns in slices:
+        # In place: a slice is the size that the memory is bounded by.
+        logits_Nv = (head(sparse_hidden_NE, columns) / temperature).sub_(normalizer_N[:, None])
+        difference_N += logits_Nv.exp_().sub_(logprobs_dense_NV[:, columns].exp()).abs_().sum(-1)
+    return (1 - difference_N / 2).clamp(0, 1)
+
+
 def _target_scores(hidden_NE: Tensor, head: Head, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     return _pick(_log_softmax(hidden_NE, head, temperature), targets_N)
 
 
 def _log_softmax(hidden_NE: Tensor, head: Head, temperature: float) -> Tensor:
-    logits_NV = head(hidden_NE)
+    return torch.log_softmax(_checked(head(hidden_NE)) / temperature, dim=-1)
+
+
+def _checked(logits_NV: Tensor) -> Tensor:
     assert logits_NV.dtype in (torch.float32, torch.float64), f"the head returned {logits_NV.dtype} logits"
-    return torch.log_softmax(logits_NV / temperature, dim=-1)
+    return logits_NV
 
 
 def _pick(logprobs_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,10 +181,10 @@ def _pick(logprobs_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
     return logprobs_N, entropy_N
 
 
-def _chunks(num_tokens: int, chunk_size: int) -> list[slice]:
-    """Slices over the tokens; one empty slice for none, so that a dummy micro-batch still has a graph."""
+def _chunks(size: int, chunk_size: int) -> list[slice]:
+    """Slices over tokens or vocabulary; one empty slice for none, so that a dummy micro-batch still has a graph."""
     assert chunk_size > 0, chunk_size
-    return [slice(start, min(start + chunk_size, num_tokens)) for start in range(0, max(num_tokens, 1), chunk_size)]
+    return [slice(start, min(start + chunk_size, size)) for start in range(0, max(size, 1), chunk_size)]
 
 
 def _check_temperature(temperature: float) -> None:

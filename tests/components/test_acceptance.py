@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparrow.components.acceptance import AcceptanceTail, alpha_top_k, quantile_by_bin, tail_quantile, top_k_floor
+from sparrow.components.acceptance import AcceptanceTail, TailTokens, alpha_top_k, tail_quantile, top_k_floor
 from sparrow.errors import UserError
 from sparrow.training.logprob import alpha_exact
 
@@ -83,68 +83,117 @@ def test_quantile_of_nan_is_nan_and_large_inputs_pass() -> None:
     assert tail_quantile(many_T, 0.5) == pytest.approx((2**24 + 1) / 2)
 
 
+def tokens(alpha: Tensor, **others: Tensor) -> TailTokens:
+    """Tokens at length 0, with a floor of 1 and equal log-probs unless given."""
+    zeros_T = torch.zeros(len(alpha))
+    given = {
+        "floor_T": torch.ones(len(alpha)),
+        "cached_length_T": zeros_T.long(),
+        "sparse_logprobs_T": zeros_T,
+        "dense_logprobs_T": zeros_T,
+    }
+    return TailTokens(alpha_T=alpha, **given | others)
+
+
 def test_bins_by_brute_force() -> None:
     generator = torch.Generator().manual_seed(0)
-    values_T, position_T = torch.rand(500, generator=generator), torch.randint(0, 90, (500,), generator=generator)
-    position_T[(position_T >= 40) & (position_T < 50)] = 7  # the bin 40 is empty
-    result = quantile_by_bin(values_T, position_T, 10, 0.05)
-    assert list(result) == [0, 10, 20, 30, 50, 60, 70, 80]
-    for start, (value, tokens) in result.items():
-        members = [v for v, p in zip(values_T.tolist(), position_T.tolist(), strict=True) if start <= p < start + 10]
-        assert tokens == len(members)
-        assert value == pytest.approx(np.quantile(np.array(members), 0.05))
+    alpha_T, length_T = torch.rand(500, generator=generator), torch.randint(0, 90, (500,), generator=generator)
+    sparse_T, dense_T = (-torch.rand(500, generator=generator) for _ in range(2))
+    length_T[(length_T >= 40) & (length_T < 50)] = 7  # the bin 40 is empty
+    given = tokens(alpha_T, cached_length_T=length_T, sparse_logprobs_T=sparse_T, dense_logprobs_T=dense_T)
+    summary = AcceptanceTail(bin_width=10).summary(given)
+    starts = [0, 10, 20, 30, 50, 60, 70, 80]
+    assert [int(key.rpartition("/")[2]) for key in summary if key.startswith("acceptance/p5_bin/")] == starts
+    for start in starts:
+        inside_T = (length_T >= start) & (length_T < start + 10)
+        alphas = alpha_T[inside_T].double().numpy()
+        ratio = (dense_T - sparse_T)[inside_T].double().numpy()
+        expected = {
+            "p1": np.quantile(alphas, 0.01),
+            "p5": np.quantile(alphas, 0.05),
+            "p10": np.quantile(alphas, 0.1),
+            "p50": np.quantile(alphas, 0.5),
+            "mean": alphas.mean(),
+            "frac_below_half": (alphas < 0.5).mean(),
+            "kl_k1": -ratio.mean(),
+            "kl_k3": (np.exp(ratio) - ratio - 1).mean(),
+            "tokens": len(alphas),
+        }
+        for name, value in expected.items():
+            assert summary[f"acceptance/{name}_bin/{start}"] == pytest.approx(value, abs=1e-6), name
 
 
 def test_summary_by_hand() -> None:
-    # 21 values 0, .05, ..., 1: quantile q stands at q * 20, so p5 = .05, p1 = .2 * .05 = .01, p50 = .5.
+    # 21 values 0, .05, ..., 1: quantile q stands at q * 20, so p5 = .05, p10 = .1, p1 = .2 * .05 = .01, p50 = .5.
     alpha_T = torch.arange(21).double() / 20
-    position_T = torch.where(torch.arange(21) < 11, 100, 5000)
-    summary = AcceptanceTail().summary(alpha_T, torch.full((21,), 0.96), position_T, top_k_T=alpha_T / 2)
-    assert summary == pytest.approx(
+    length_T = torch.where(torch.arange(21) < 11, 100, 5000)
+    # The log-ratio is ln 2 for 3 tokens, else 0: k3 = 2 - 1 - ln 2 = .30685 for these; P95 stands at rank 19.
+    sparse_T = torch.where(torch.arange(21) < 3, -math.log(2), 0.0).double()
+    given = tokens(
+        alpha_T, floor_T=torch.full((21,), 0.96), cached_length_T=length_T, sparse_logprobs_T=sparse_T,
+        top_k_T=alpha_T / 2,
+    )  # fmt: skip
+    summary = AcceptanceTail().summary(given)
+    pooled = {name: value for name, value in summary.items() if "_bin/" not in name}
+    k3 = 1 - math.log(2)
+    assert pooled == pytest.approx(
         {
             "acceptance/p5": 0.05,
             "acceptance/p1": 0.01,
+            "acceptance/p10": 0.1,
             "acceptance/p50": 0.5,
             "acceptance/mean": 0.5,
             "acceptance/frac_below_half": 10 / 21,
+            "acceptance/kl_k1": -3 * math.log(2) / 21,
+            "acceptance/kl_k3": 3 * k3 / 21,
+            "acceptance/kl_k3_p95": k3,
             "acceptance/below_tau": 1.0,
-            "acceptance/p5_bin/0": 0.025,  # 0 .. .5, at .05 * 10 = .5 steps
-            "acceptance/tokens_bin/0": 11.0,
-            "acceptance/p5_bin/4000": 0.5725,  # .55 .. 1, at .05 * 9 = .45 steps: .55 + .0225
-            "acceptance/tokens_bin/4000": 10.0,
             "acceptance/floor_p5": 0.96,
             "acceptance/floor_mean": 0.96,
             "acceptance/top_k_p5": 0.025,
             "acceptance/nonfinite": 0.0,
         }
     )
+    assert summary["acceptance/p5_bin/0"] == pytest.approx(0.025)  # 0 .. .5, at .05 * 10 = .5 steps
+    assert summary["acceptance/tokens_bin/0"] == 11.0
+    assert summary["acceptance/p5_bin/4000"] == pytest.approx(0.5725)  # .55 .. 1, at .05 * 9 = .45 steps
+    assert summary["acceptance/tokens_bin/4000"] == 10.0
 
 
 def test_summary_leaves_out_and_counts_non_finite_tokens() -> None:
-    tail, floor_T, position_T = AcceptanceTail(), torch.ones(3), torch.tensor([0, 1, 2])
-    summary = tail.summary(torch.tensor([0.9, math.nan, 0.95]), torch.tensor([1.0, math.nan, 1.0]), position_T)
-    clean = tail.summary(torch.tensor([0.9, 0.95]), floor_T[:2], position_T[:2])
-    assert summary.pop("acceptance/nonfinite") == 1.0
+    tail = AcceptanceTail()
+    dense_T = torch.tensor([0.0, 0.0, 0.0, math.nan])
+    summary = tail.summary(tokens(torch.tensor([0.9, math.nan, 0.95, 0.1]), dense_logprobs_T=dense_T))
+    clean = tail.summary(tokens(torch.tensor([0.9, 0.95])))
+    assert summary.pop("acceptance/nonfinite") == 2.0
     assert summary == {name: clean[name] for name in summary} and len(summary) == len(clean) - 1
-    assert tail.summary(torch.full((3,), math.nan), floor_T, position_T) == {"acceptance/nonfinite": 3.0}
-    assert tail.summary(torch.zeros(0), torch.zeros(0), position_T[:0]) == {"acceptance/nonfinite": 0.0}
+    assert tail.summary(tokens(torch.full((3,), math.nan))) == {"acceptance/nonfinite": 3.0}
+    assert tail.summary(tokens(torch.zeros(0))) == {"acceptance/nonfinite": 0.0}
+
+
+def test_an_impossible_token_does_not_make_the_divergence_infinite() -> None:
+    given = tokens(torch.tensor([0.9, 0.9]), dense_logprobs_T=torch.tensor([-math.inf, 0.0]))
+    summary = AcceptanceTail().summary(given)
+    assert summary["acceptance/kl_k1"] == pytest.approx(10) and summary["acceptance/nonfinite"] == 0
 
 
 def test_the_top_k_estimate_as_headline_has_nothing_beside_it() -> None:
     tail, alpha_T = AcceptanceTail("top_k"), torch.tensor([0.8, 0.9])
     headline_T, beside_T = tail.headline(None, alpha_T)
-    summary = tail.summary(headline_T, alpha_T, torch.tensor([0, 0]), beside_T)
+    assert beside_T is None
+    summary = tail.summary(tokens(headline_T))
     assert {"acceptance/p5", "acceptance/p5_bin/0", "acceptance/floor_p5"} <= set(summary)
     assert not {"acceptance/top_k_p5", "acceptance/exact_p5"} & set(summary)
 
 
-@pytest.mark.parametrize(("estimator", "tau"), [("exact", 0.91), ("top_k", 0.86)])
-def test_default_threshold_depends_on_the_estimator(estimator: str, tau: float) -> None:
+@pytest.mark.parametrize(("estimator", "tau", "name"), [("exact", 0.91, "exact"), ("top_k", 0.86, "top_20")])
+def test_default_threshold_depends_on_the_estimator(estimator: str, tau: float, name: str) -> None:
     tail = AcceptanceTail(estimator)
+    assert tail.estimator_name == name
     for value, below in ((tau - 0.001, 1.0), (tau + 0.001, 0.0)):
         alpha_T = torch.full((3,), value)
-        assert tail.summary(alpha_T, alpha_T, torch.zeros(3))["acceptance/below_tau"] == below
-    strict = AcceptanceTail(estimator, tau=0.99).summary(alpha_T, alpha_T, torch.zeros(3))
+        assert tail.summary(tokens(alpha_T))["acceptance/below_tau"] == below
+    strict = AcceptanceTail(estimator, tau=0.99).summary(tokens(alpha_T))
     assert strict["acceptance/below_tau"] == 1.0
 
 
@@ -161,6 +210,7 @@ def test_headline() -> None:
         ({"estimator": "p5"}, "estimator 'p5'"),
         ({"top_k": 0}, "top_k 0"),
         ({"bin_width": 0}, "bin_width 0"),
+        ({"tau": 86.0}, "tau 86.0 must be above 0 and at most 1"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.resources
+import math
+from dataclasses import fields, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparrow.components.budget import FixedBudget, StepSchedule, read_schedule
+from sparrow.components.budget import FixedBudget, RatioBudget, StepSchedule, StepTable
+from sparrow.components.schedule_file import read_schedule
+from sparrow.components.tail_controller import TailController
 from sparrow.errors import UserError
+from sparrow.protocols import BudgetSchedule, RunSettings
 
 # Released tables of arXiv 2606.08446; 8B 0.86 with 384 for the misprinted 388.
 TABLES = {
@@ -31,14 +37,16 @@ TABLES = {
     "qwen3-8b-0.92": "48 96 128 192 256 448 512 640 768×3 896×5 1024×4",
     "qwen3-14b-0.86": "32 48 80 128 256 384×10 512 640×2 896×2",
 }
-THE_RUN: dict[str, Any] = {
-    "page_size": 16,
-    "sink_pages": 1,
-    "recent_pages": 2,
-    "dense_layers": 2,
-    "model_name": "Qwen3-4B",
-    "selector": "CentroidSelector",
-}
+THE_RUN = RunSettings(
+    model="Qwen3-4B",
+    page_size=16,
+    selector="CentroidSelector",
+    sink_pages=1,
+    recent_pages=2,
+    dense_layers=2,
+    temperature=1.0,
+    estimator="top_20",
+)
 
 
 def expand(text: str) -> list[int]:
@@ -103,9 +111,9 @@ def test_fixed_budget() -> None:
     budget = FixedBudget(pages=256)
     pages = budget.pages(torch.tensor([0, 5, 10**6], dtype=torch.int32))
     assert (pages.tolist(), pages.dtype, budget.max_pages) == ([256] * 3, torch.int64, 256)
-    assert budget.check(**THE_RUN) == []
+    assert budget.check(THE_RUN) == []
     with pytest.raises(UserError, match="2, fewer than the 3 sink and recent"):
-        FixedBudget(pages=2).check(**THE_RUN)
+        FixedBudget(pages=2).check(THE_RUN)
 
 
 @pytest.mark.parametrize("pages", [0, -3, True, 2.0])
@@ -147,6 +155,8 @@ def test_arguments_that_are_refused(kwargs: dict[str, Any], message: str) -> Non
         ({"estimator": "top20"}, "estimator must be one of top_20, exact, got 'top20'"),
         ({"dense_layers": -1}, "dense_layers must be a whole number of at least 0, got -1"),
         ({"model": 4}, "model must be a name, got 4"),
+        ({"model": "qwen3-5b"}, "model 'qwen3-5b' is none of the released ones, qwen3-1.7b, "),
+        ({"model": "org/qwen3-4b", "source": "calibrated"}, "model 'org/qwen3-4b' matches no checkpoint"),
     ],
 )
 def test_files_that_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -171,36 +181,106 @@ def test_dips_and_other_lengths_where_they_are_allowed(tmp_path: Path) -> None:
 
 def test_matching_run_passes_and_each_difference_is_refused_or_listed() -> None:
     name = "qwen3-4b-0.86"
-    assert StepSchedule(name).check(**THE_RUN, temperature=1.0) == []
-    assert StepSchedule(name).check(**THE_RUN | {"model_name": "/models/Qwen3-4B/", "selector": "centroid"}) == []
-    for key, value in {
+    assert StepSchedule(name).check(THE_RUN) == []
+    assert StepSchedule(name).check(replace(THE_RUN, model="/models/Qwen3-4B/", selector="centroid")) == []
+    others = {
+        "model": "qwen3-8b",
         "page_size": 8,
+        "selector": "HeadSoftmaxSelector",
         "sink_pages": 0,
         "recent_pages": 3,
         "dense_layers": 0,
-        "model_name": "qwen3-8b",
-        "selector": "HeadSoftmaxSelector",
         "temperature": 0.6,
-    }.items():
-        with pytest.raises(UserError, match=f"schedule {name}: .*allow_foreign"):
-            StepSchedule(name).check(**THE_RUN | {key: value})
-        differences = StepSchedule(name, allow_foreign=True).check(**THE_RUN | {key: value})
+        "estimator": "exact",
+    }
+    assert list(others) == [field.name for field in fields(RunSettings)]
+    for key, value in others.items():
+        other = replace(THE_RUN, **{key: value})
+        with pytest.raises(UserError, match=f"schedule {name}: {key} is .*allow_foreign"):
+            StepSchedule(name).check(other)
+        differences = StepSchedule(name, allow_foreign=True).check(other)
         assert len(differences) == 1
-        assert differences[0].startswith(key.removesuffix("_name"))
+        assert differences[0].startswith(f"{key} is ")
 
 
 def test_names_in_a_file_may_be_spelt_as_the_checkpoint_and_the_class_are(tmp_path: Path) -> None:
-    file = edited(tmp_path, model="Qwen3-4B", selector="CentroidSelector")
-    assert StepSchedule(file).check(**THE_RUN) == []
+    file = edited(tmp_path, model="Qwen3-4B", selector="CentroidSelector", source="calibrated")
+    assert StepSchedule(file).check(THE_RUN) == []
 
 
 def test_inline_entries_have_no_provenance_to_differ() -> None:
     schedule = StepSchedule(pages=[3, 5])
-    assert schedule.check(**THE_RUN | {"model_name": "anything"}) == []
+    assert schedule.check(replace(THE_RUN, model="anything", estimator="exact")) == []
     with pytest.raises(UserError, match=r"pages\[0\] is 3, fewer than the 6"):
-        schedule.check(**THE_RUN | {"sink_pages": 4})
+        schedule.check(replace(THE_RUN, sink_pages=4))
 
 
 def test_reserved_pages_are_no_matter_of_provenance() -> None:
     with pytest.raises(UserError, match=r"pages\[0\] is 32, fewer than the 41"):
-        StepSchedule("qwen3-4b-0.86", allow_foreign=True).check(**THE_RUN | {"recent_pages": 40})
+        StepSchedule("qwen3-4b-0.86", allow_foreign=True).check(replace(THE_RUN, recent_pages=40))
+
+
+def test_ratio_budget_by_hand() -> None:
+    budget = RatioBudget(share=0.1, minimum=3, maximum=6, page_size=4)
+    lengths = torch.tensor([[0, 1, 120], [121, 124, 200], [240, 241, 10**9]], dtype=torch.int32)
+    # 0, 1, 30 pages; 31, 31, 50; 60, 61, many. In floating point a tenth of 30 would round up to 4.
+    pages = budget.pages(lengths)
+    assert pages.tolist() == [[3, 3, 3], [4, 4, 5], [6, 6, 6]]
+    assert (pages.dtype, budget.max_pages) == (torch.int64, 6)
+    assert RatioBudget(share=1.0, minimum=3).pages(torch.tensor(1000)) == 63
+    assert RatioBudget(share=0.5, minimum=3).check(THE_RUN) == []
+    with pytest.raises(UserError, match="page_size 4 is not the 16 of the cache"):
+        budget.check(THE_RUN)
+    with pytest.raises(UserError, match="2, fewer than the 3 sink and recent"):
+        RatioBudget(share=0.5, minimum=2).check(THE_RUN)
+
+
+@given(st.integers(1, 1000), st.integers(1, 1000), st.integers(0, 100_000), st.integers(1, 64))
+def test_ratio_budget_is_the_rounded_share(part: int, more: int, length: int, page_size: int) -> None:
+    share = Fraction(part, part + more)
+    expected = max(1, math.ceil(share * math.ceil(Fraction(length, page_size))))
+    assert RatioBudget(float(share), 1, page_size=page_size).pages(torch.tensor(length)) == expected
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"share": 0.0, "minimum": 3}, "share must be above 0 and at most 1, got 0.0"),
+        ({"share": 1.5, "minimum": 3}, "share must be .* got 1.5"),
+        ({"share": 0.5, "minimum": 0}, "minimum must be a whole number of at least 1, got 0"),
+        ({"share": 0.5, "minimum": 8, "maximum": 7}, "maximum must be a whole number of at least 8, got 7"),
+        ({"share": 0.5, "minimum": 8, "page_size": 0}, "page_size must be"),
+    ],
+)
+def test_ratio_budgets_that_are_refused(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        RatioBudget(**kwargs)
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [
+        FixedBudget(pages=7),
+        RatioBudget(share=0.3, minimum=4, maximum=20, page_size=4),
+        StepSchedule(pages=[4, 9, 6, 30], bin_width=37, allow_dips=True),
+        TailController(StepSchedule(pages=[4, 9, 30], bin_width=37), grid=[4, 8, 16, 32]),
+    ],
+    ids=lambda budget: type(budget).__name__,
+)
+def test_no_length_reads_more_than_the_largest_budget_until_it(budget: BudgetSchedule) -> None:
+    bounds = [budget.max_pages_until(length) for length in range(300)]
+    largest = budget.pages(torch.arange(300)).cummax(0).values.tolist()
+    if isinstance(budget, TailController):  # what it may become, not only what it is
+        assert bounds == [32] * 300 and max(largest) <= 32
+    else:
+        assert bounds == largest
+    assert max(bounds) <= budget.max_pages
+
+
+def test_entries_are_replaced_where_a_captured_graph_reads_them() -> None:
+    table = StepTable([4, 8], bin_width=10)
+    first = table.pages(torch.tensor([3, 30]))
+    held_N = table._tables_N[torch.device("cpu")]
+    table.replace([5, 9])
+    assert table._tables_N[torch.device("cpu")] is held_N and held_N.tolist() == [5, 9]
+    assert (first.tolist(), table.pages(torch.tensor([3, 30])).tolist()) == ([4, 8], [5, 9])

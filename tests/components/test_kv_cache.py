@@ -54,11 +54,11 @@ def test_impossible_settings_are_named(kwargs, words):
 
 def test_the_released_schedule_is_held_against_the_run():
     schedule = StepSchedule(path="qwen3-4b-0.86")
-    assert SparseKVCache(schedule, CentroidSelector()).check("/models/Qwen3-4B", 1.0) == []
+    assert SparseKVCache(schedule, CentroidSelector()).check("/models/Qwen3-4B", 1.0, "top_20") == []
     with pytest.raises(UserError, match="selector is"):
-        SparseKVCache(schedule, QuestSelector()).check("/models/Qwen3-4B", 1.0)
+        SparseKVCache(schedule, QuestSelector()).check("/models/Qwen3-4B", 1.0, "top_20")
     allowed = StepSchedule(path="qwen3-4b-0.86", allow_foreign=True)
-    assert len(SparseKVCache(allowed, QuestSelector(), page_size=32).check("/models/Qwen3-8B", 0.6)) == 4
+    assert len(SparseKVCache(allowed, QuestSelector(), page_size=32).check("/models/Qwen3-8B", 0.6, "exact")) == 5
 
 
 @pytest.mark.parametrize("cache", [DenseKVCache(), SparseKVCache(FixedBudget(pages=4), QuestSelector())])

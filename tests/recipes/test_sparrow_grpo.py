@@ -63,6 +63,8 @@ def test_what_a_step_logs(grpo):
         "acceptance/p5", "acceptance/mean", "acceptance/floor_p5", "acceptance/top_k_p5", "acceptance/tau",
         "acceptance/p5_bin/32", "sampling/importance_sampling_ratio/mean", "rollout_corr/kl", "rollout_corr/ess",
         "engine/logprob_diff_mean", "clip_ratio/low", "clip_ratio/high", "completions/mean_length",
+        "acceptance/p10", "acceptance/kl_k1", "acceptance/kl_k3_p95", "acceptance/p10_bin/32",
+        "acceptance/kl_k3_bin/32",
         "completions/clipped_ratio", "budget/mean_pages", "reward_std", "frac_reward_zero_std", "entropy", "lr",
     ):  # fmt: skip
         assert name in row, name
@@ -89,6 +91,28 @@ def test_four_steps_are_two_and_two_bit_for_bit(grpo, tmp_path):
     ]
     adapters = [state["distiller"]["adapter"] for state in states]
     assert all(torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[0])
+
+
+CONTROLLER = [
+    "kv_cache.budget._component_=sparrow.components.tail_controller.TailController",
+    "kv_cache.budget.start._component_=sparrow.components.budget.StepSchedule",
+    "kv_cache.budget.start.pages=[5,6,7]",
+    "kv_cache.budget.start.bin_width=20",
+    "kv_cache.budget.grid=[5,6,7,8,10,12,16]",
+    "kv_cache.budget.min_tokens=60",
+    "kv_cache.budget.correlated_tokens=1",
+]
+
+
+def test_the_controller_raises_the_budget_and_goes_on_where_it_was(grpo, tmp_path):
+    whole = grpo("steps=4", *CONTROLLER, name="whole")
+    grpo("steps=2", *CONTROLLER, name="parts")
+    parts = grpo("steps=4", *CONTROLLER, "resume=auto", name="parts")
+    assert comparable(whole) == comparable(parts)
+    pages = [[row[f"budget/pages_bin/{start}"] for start in (0, 20, 40)] for row in whole[1:]]
+    assert pages[0] == [5, 6, 7], "what the step was made with"
+    assert sum(row["budget/moves"] for row in whole[1:]) > 0 and pages[-1][2] > 7
+    assert whole[-1]["budget/mean_pages"] > whole[1]["budget/mean_pages"]
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparrow.errors import UserError
-from sparrow.training.logprob import alpha_exact, score_tokens, token_logprobs
+from sparrow.training.logprob import SlicedHead, alpha_exact, alpha_of_hidden, score_tokens, token_logprobs
 
 TOKENS, HIDDEN, VOCAB = 11, 6, 17
 
@@ -22,6 +24,13 @@ def example(seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, 
     weight_VE = torch.randn(VOCAB, HIDDEN, generator=generator, dtype=dtype)
     targets_N = torch.randint(VOCAB, (TOKENS,), generator=generator)
     return hidden_NE, weight_VE, targets_N
+
+
+def sliced(weight_VE: Tensor) -> SlicedHead:
+    def head(hidden_NE: Tensor, vocab: slice | None = None) -> Tensor:
+        return hidden_NE @ weight_VE[vocab or slice(None)].T
+
+    return head
 
 
 def reference_logprobs(hidden_NE: Tensor, weight_VE: Tensor, temperature: float) -> list[list[float]]:
@@ -117,13 +126,63 @@ def test_exact_alpha_from_the_rollouts_hidden_states() -> None:
     hidden_NE, weight_VE, targets_N = example()
     sparse_NE = hidden_NE + 0.3 * example(seed=1)[0]
     dense, sparse = (reference_logprobs(h, weight_VE, 0.8) for h in (hidden_NE, sparse_NE))
-    scores = score_tokens(hidden_NE, lambda h: h @ weight_VE.T, targets_N, 0.8, 3, sparse_NE.double(), chunk_size=4)
+    scores = score_tokens(hidden_NE, sliced(weight_VE), targets_N, 0.8, 3, sparse_NE.double(), 4, vocab_chunk=5)
     assert scores.alpha_exact_N is not None
     expected = [
         sum(math.exp(min(pair)) for pair in zip(*rows, strict=True)) for rows in zip(dense, sparse, strict=True)
     ]
     assert scores.alpha_exact_N.tolist() == pytest.approx(expected, abs=2e-6)
     assert min(expected) < 0.95, "the case must not be trivial"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 60), st.integers(1, 70), st.floats(0.01, 20), st.floats(0, 3))
+def test_alpha_by_slices_of_the_vocabulary(seed: int, vocab: int, chunk: int, scale: float, distance: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight_VE = torch.randn(vocab, HIDDEN, generator=generator)
+    dense_NE = scale * torch.randn(5, HIDDEN, generator=generator)
+    sparse_NE = dense_NE + distance * torch.randn(5, HIDDEN, generator=generator)
+    dense_NV, sparse_NV = (torch.log_softmax(h @ weight_VE.T / 0.7, -1) for h in (dense_NE, sparse_NE))
+    alpha_N = alpha_of_hidden(sparse_NE, dense_NV, sliced(weight_VE), 0.7, chunk)
+    torch.testing.assert_close(alpha_N, alpha_exact(sparse_NV, dense_NV), rtol=0, atol=5e-5 if scale > 2 else 5e-6)
+
+
+class LargestResult(TorchDispatchMode):
+    """The number of entries of the largest tensor that any operation returned."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.entries = max(self.entries, result.numel())
+        return result
+
+
+def test_alpha_never_holds_the_sparse_vocabulary() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight_VE, hidden_NE = torch.randn(1000, 3, generator=generator), torch.randn(50, 3, generator=generator)
+    dense_NV = torch.log_softmax(hidden_NE @ weight_VE.T, -1)
+    parts: list[Tensor] = []
+
+    def head(hidden: Tensor, vocab: slice | None = None) -> Tensor:
+        assert vocab is not None
+        parts.append(hidden @ torch.stack([weight_VE[v] for v in range(1000)[vocab]]).T)
+        return parts[-1]
+
+    with LargestResult() as largest:
+        alpha_N = alpha_of_hidden(hidden_NE, dense_NV, head, 1.0, 64)
+    assert alpha_N.min() > 0.9999
+    assert len(parts) == 2 * 16, "normalisers first, then the differences"
+    assert largest.entries == 50 * 64
+
+
+def test_sparse_states_that_are_not_finite_are_not_hidden() -> None:
+    hidden_NE, weight_VE, targets_N = example()
+    sparse_NE = hidden_NE.clone()
+    sparse_NE[2], sparse_NE[5] = math.nan, math.inf
+    alpha_N = score_tokens(hidden_NE, sliced(weight_VE), targets_N, 1.0, 3, sparse_NE, vocab_chunk=4).alpha_exact_N
+    assert alpha_N is not None and alpha_N.isnan().nonzero().flatten().tolist() == [2, 5]
 
 
 def test_impossible_tokens_do_not_make_the_entropy_nan() -> None:

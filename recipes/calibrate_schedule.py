@@ -1,0 +1,52 @@
+"""The schedule file that a calibration ends in, with everything that its budgets depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+import yaml
+
+from sparrow.attention.pattern import SparsePattern
+from sparrow.components.acceptance import AcceptanceTail
+from sparrow.components.schedule_file import ScheduleFile
+from sparrow.recipes.calibrate_config import CalibrateConfig, Mode
+from sparrow.recipes.calibrate_results import write_whole
+from sparrow.recipes.calibrate_surface import Cell
+
+
+def schedule_of(
+    chosen: Sequence[Cell], mode: Mode, cfg: CalibrateConfig, acceptance: AcceptanceTail, pattern: SparsePattern
+) -> ScheduleFile:
+    """The chosen cells, one for each measured bin, as a schedule from length 0 on."""
+    unmeasured = chosen[0].bin_start // acceptance.bin_width
+    return ScheduleFile(
+        model=Path(cfg.model).name,
+        tau=acceptance.tau,
+        estimator=acceptance.estimator_name,
+        page_size=pattern.page_size,
+        bin_width=acceptance.bin_width,
+        pages=[chosen[0].budget] * unmeasured + [cell.budget for cell in chosen],
+        selector=type(pattern.selector).__name__,
+        landmark=f"{pattern.selector.landmarks_per_page} a page",
+        sink_pages=pattern.sink_pages,
+        recent_pages=pattern.recent_pages,
+        dense_layers=pattern.dense_layers,
+        temperature=cfg.sampling.temperature,
+        source="calibrated",
+        mode=mode,
+        prompts=cfg.prompts,
+        tokens_per_bin=[0] * unmeasured + [cell.tokens for cell in chosen],
+        confidence=cfg.confidence,
+        date=datetime.now(UTC).date().isoformat(),
+    )
+
+
+def write_schedule(file: Path, schedule: ScheduleFile) -> None:
+    """As `sparrow.components.schedule_file.read_schedule` reads it."""
+    node = {key: value for key, value in asdict(schedule).items() if value is not None}
+    comment = f"# Total pages per {schedule.bin_width} tokens of cached length, from sparrow_calibrate\n"
+    text = comment + yaml.safe_dump(node, sort_keys=False, default_flow_style=None, width=120)
+    write_whole(file, lambda part: part.write_text(text, encoding="utf-8"))
