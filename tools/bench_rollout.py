@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rollout_cold import measure_cold, seconds_since_start, show_cold
+from rollout_cold import Stopwatch, measure_cold, seconds_since_start, show_cold
 from rollout_lengths import KINDS, LengthDistribution
 from rollout_makespan import MakespanResult, run_windows, show, summarise
 from rollout_progress import progress
@@ -109,13 +109,13 @@ def _with_ratios(results: list[MakespanResult]) -> list[MakespanResult]:
 
 
 def _cold(args: argparse.Namespace, device: torch.device) -> Results:
-    imports = seconds_since_start()
+    imports, watch = seconds_since_start(), Stopwatch(device)
     if len(args.model) * len(args.cache) * len(args.backend) > 1:
         raise UserError("cold measures the start of a process: give one model, one cache and one backend")
     (name,), ((spec, backend),) = args.model, _cases(args)
     queue = _queue(args, name, -(-args.max_rows // args.samples) * args.samples)
     cache = kv_cache(spec, args.selector, backend)
-    result = measure_cold(name, spec, cache, queue, _sizes(args, stride=1), device, imports)
+    result = measure_cold(name, spec, cache, queue, _sizes(args, stride=1), watch, imports)
     print(show_cold(result), flush=True)
     return [asdict(result)]
 

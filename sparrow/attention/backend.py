@@ -18,7 +18,7 @@ Backend = Literal["auto", "gather", "flex", "triton"]
 
 # The kernels' matrix products want at least this many columns, and powers of two.
 SMALLEST_TILE = 16
-LARGEST_HEAD = 256
+WIDEST_HEAD = 512  # bytes: tiles of 64 keys and values, three deep, must fit into shared memory
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -64,4 +64,6 @@ def _obstacle(device: torch.device, dtype: torch.dtype, page_size: int, head_dim
     for key, value in (("page_size", page_size), ("head_dim", head_dim)):
         if value < SMALLEST_TILE or value & (value - 1):
             return f"{key} {value} to be a power of two and at least {SMALLEST_TILE}"
-    return f"head_dim {head_dim} to be at most {LARGEST_HEAD}" if head_dim > LARGEST_HEAD else None
+    if head_dim * dtype.itemsize > WIDEST_HEAD:
+        return f"head_dim {head_dim} in {dtype} to have at most {WIDEST_HEAD} bytes"
+    return None

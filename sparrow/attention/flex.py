@@ -1,8 +1,7 @@
 """FlexAttention over page lists, compiled by torch.compile.
 
 `kv_num_blocks` is read at run time: budgets that change cost no recompile, and a captured graph serves them all. What
-decides the speed are the kernel's options, the number of splits above all: the default is 2.4 times slower on a list of
-128 pages (docs/performance.md).
+decides the speed are the kernel's options, the number of splits above all.
 
 Axes: R = B * K folded rows, K KV heads, G query heads per KV head, D head dim, S slots, W list width.
 """
@@ -44,7 +43,7 @@ def _splits(rows: int, tokens: int) -> int:
 
 @cache
 def _compiled(size: int, splits: int, wide: bool) -> Any:
-    """The compiled kernel for lists of `size` tokens; torch.compile specialises it per shape.
+    """The compiled kernel for lists of pages of `size` tokens; torch.compile specialises it per shape.
 
     Args:
         wide: tiles of 128 tokens would not fit into shared memory.

@@ -1,7 +1,8 @@
 """The Triton kernel of `sparrow.kernels.page_attend` as a `ListAttention`.
 
-On an H200 it is 2 to 7 % faster than FlexAttention with tuned options (docs/performance.md), balances rows of unequal
-length, and one compiled kernel serves every batch size, where FlexAttention compiles one per shape.
+On an H200 a step with it is 1 to 2 % faster than with FlexAttention and tuned options (docs/performance.md); it
+balances rows of unequal length, and one compiled kernel serves every batch size, where FlexAttention compiles one per
+shape.
 
 Axes: R folded rows, G query heads per KV head, D head dim, K KV heads, S slots, W list width, B rows.
 """

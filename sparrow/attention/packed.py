@@ -12,6 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def for_sdpa(q_NHLD: Tensor, k_NKLD: Tensor, v_NKLD: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """Keys and values as SDPA is to have them, and its `enable_gqa`.
+
+    In fp32 on CUDA no kernel but the one that holds all scores takes grouped heads, so they are repeated there.
+    """
+    group = q_NHLD.shape[1] // k_NKLD.shape[1]
+    if group > 1 and q_NHLD.is_cuda and q_NHLD.dtype == torch.float32:
+        return k_NKLD.repeat_interleave(group, 1), v_NKLD.repeat_interleave(group, 1), False
+    return k_NKLD, v_NKLD, group > 1
+
+
 class PackedCausal:
     """Each document attends to itself only. Documents are padded to the longest and go through one SDPA call.
 
@@ -35,7 +46,8 @@ class PackedCausal:
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         """[T, H, D] queries and [T, K, D] keys and values to the attention output [T, H, D]."""
         q, k, v = (self._pad(x).transpose(1, 2) for x in (q_THD, k_TKD, v_TKD))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        k, v, grouped = for_sdpa(q, k, v)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         return out.transpose(1, 2).flatten(0, 1)[self.cell_T]
 
     def _pad(self, x_TXD: Tensor) -> Tensor:

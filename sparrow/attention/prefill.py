@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from sparrow.attention.packed import PackedCausal
+from sparrow.attention.packed import PackedCausal, for_sdpa
 from sparrow.attention.pool import PagePool
 from sparrow.protocols import Selector
 
@@ -73,7 +73,6 @@ class PrefillChunk:
             x[layer].index_select(1, self.slots_L)[None] for x in (self.pool.keys_KSD, self.pool.values_KSD)
         )
         mask = causal_lower_right(q_1HTD.shape[2], k_1KLD.shape[2])
-        grouped = q_1HTD.shape[1] != k_1KLD.shape[1]
-        return F.scaled_dot_product_attention(q_1HTD, k_1KLD, v_1KLD, attn_mask=mask, enable_gqa=grouped)[0].transpose(
-            0, 1
-        )
+        k_1KLD, v_1KLD, grouped = for_sdpa(q_1HTD, k_1KLD, v_1KLD)
+        out_1HTD = F.scaled_dot_product_attention(q_1HTD, k_1KLD, v_1KLD, attn_mask=mask, enable_gqa=grouped)
+        return out_1HTD[0].transpose(0, 1)

@@ -46,8 +46,8 @@ class EngineConfig:
         kv_tokens: capacity of the KV pool in tokens, over all sequences.
         max_new_tokens: longest response; one that reaches it is cut.
         prefill_tokens: prompt tokens per prefill pass; a longer prompt is prefilled in chunks.
-        steps_per_look: decode steps between two looks of the host; 1 on the CPU, 16 on CUDA by default. It changes no
-            token: a row that ends within a window stays as it is.
+        steps_per_look: decode steps between two looks of the host; 1 on the CPU, 16 on CUDA by default. A row that
+            ends within a window stays as it is.
         dtype: of the rollout's weights and KV cache on CUDA; the trainer's by default, and always on the CPU, where the
             weights are shared.
         tune: measure launch options of shapes that no table knows, once per machine and model (about a minute).
@@ -158,7 +158,7 @@ class Engine:
             UserError: an empty prompt, one too long for the model, a pool too small for one sequence, an impossible
                 limit, or stop strings without `decode`; before any work. Whatever is raised, the pool is released.
         """
-        self._check(prompts, sampling)
+        self._check(prompts, num_samples, sampling)
         if limits is not None:
             self._check_limits(limits, len(prompts) * num_samples)
         numbers = range(len(prompts)) if prompt_numbers is None else prompt_numbers
@@ -176,15 +176,20 @@ class Engine:
         self.stats = generation.stats
         return self._batch(prompts, num_samples, generation)
 
-    def _check(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> None:
-        if not prompts:
-            raise UserError("engine.generate: no prompts")
+    def _check(self, prompts: Sequence[list[int]], num_samples: int, sampling: SamplingParams) -> None:
+        if not prompts or num_samples < 1:
+            raise UserError(f"engine.generate: {len(prompts)} prompts with {num_samples} samples each")
         if sampling.stop and self.decode is None:
             raise UserError(f"sampling.stop: {sampling.stop} needs text, and the engine was made without `decode`")
         room = self.model.config.max_position_embeddings - self.config.max_new_tokens
         for index, prompt in enumerate(prompts):
             if not prompt:
                 raise UserError(f"engine.generate: prompt {index} is empty")
+            if not 0 <= min(prompt) <= max(prompt) < self.model.config.vocab_size:
+                raise UserError(
+                    f"engine.generate: prompt {index} has token ids from {min(prompt)} to {max(prompt)}; the "
+                    f"vocabulary has {self.model.config.vocab_size}"
+                )
             if len(prompt) > room:
                 raise UserError(
                     f"engine.generate: prompt {index} has {len(prompt)} tokens; max_position_embeddings "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
@@ -44,6 +45,12 @@ def graph_buckets(num_rows: int, max_blocks: int, block_size: int) -> list[tuple
     return [(b, n) for b in batch_buckets(num_rows) for n in context_buckets(max_blocks, block_size)]
 
 
+@cache
+def _warm_up_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures of the process: cuBLAS keeps a workspace for each stream that it ever ran on."""
+    return torch.cuda.Stream(device)
+
+
 class GraphStepper:
     """Replays `decode_step`; see `sparrow.engine.decode.Stepper`. It belongs to one pool and one set of rows.
 
@@ -65,16 +72,16 @@ class GraphStepper:
         for done, bucket in enumerate(wanted):
             try:
                 self.graphs[bucket] = self._capture(*bucket)
-            except torch.OutOfMemoryError:
-                if not self.graphs:
+            except RuntimeError as error:  # PyTorch's own, or the driver's, where a graph or a module is made
+                if not self.graphs or "out of memory" not in str(error):
                     raise
                 warnings.warn(
                     f"out of memory after {done} of {len(wanted)} CUDA graphs: batches of the buckets left out are "
                     "padded to larger ones; a smaller engine.kv_tokens or engine.max_rows leaves room for them",
                     stacklevel=2,
                 )
-                torch.cuda.empty_cache()
                 break
+        torch.cuda.empty_cache()  # What a failed capture held is free only now.
 
     def run(self, rows: list[int], longest: int, steps: int) -> None:
         """See `Stepper`."""
@@ -90,7 +97,7 @@ class GraphStepper:
         """A graph over the first `size` rows of the buffer; all are the null row now, so that nothing is changed."""
         graph = torch.cuda.CUDAGraph()
         arguments = (self.model, self.cache, self.rows, self.rows_B[:size], width, self.drawing)
-        stream = torch.cuda.Stream()
+        stream = _warm_up_stream(self.rows.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             decode_step(*arguments)  # compiles what the capture must find compiled

@@ -1,6 +1,6 @@
 """Counter-based random numbers: Philox4x32-10 (Salmon et al., SC 2011), so that a number depends on its key alone.
 
-A sequence's tokens then do not depend on its neighbours in the batch, on the order of admission or on the rank.
+What a sequence draws then does not depend on its neighbours in the batch, on the order of admission or on the rank.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class Rows:
         self.done_R[rows_B] = done_B | ended_B | (length_B == self.limit_R[rows_B])
 
     def look(self, rows: list[int]) -> Look:
-        """Brings what these rows gained to the host, in one copy, and begins their next window."""
+        """Brings what these rows gained to the host, with one wait, and begins their next window."""
         rows_B = torch.tensor(rows, device=self.device)
         outputs = self.window.outputs(rows_B)
         state = (self.start_length_R, self.response_length_R, self.done_R, self.terminated_R)

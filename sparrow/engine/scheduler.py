@@ -136,7 +136,7 @@ class Scheduler:
     def grow(self, steps: int) -> tuple[list[Request], list[Preemption]]:
         """Gives every active request the blocks for its next `steps` tokens, the oldest first.
 
-        Where the pool runs dry, the youngest gives way and waits before all others.
+        Where the pool runs dry, the youngest gives way and waits before all that are younger still.
 
         Returns:
             The requests whose block tables got longer, and those that were preempted: the caller saves their blocks
@@ -179,7 +179,7 @@ class Scheduler:
         # The newest token is not in the cache yet.
         preemption = Preemption(request, request.row, request.blocks[: self._blocks(request.total_length - 1)])
         self._deactivate(request)
-        self._preempted.append(request)
+        self._preempted.appendleft(request)  # It is older than those that gave way before it.
         return preemption
 
     def _deactivate(self, request: Request) -> None:

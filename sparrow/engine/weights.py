@@ -89,7 +89,8 @@ class PackedWeights:
 
     def _probe(self, decoder: RolloutModel) -> float:
         vocab_size = self.model.config.vocab_size
-        tokens_T = torch.arange(PROBE_TOKENS, device=self.device) * PROBE_STRIDE % vocab_size
+        length = min(PROBE_TOKENS, self.model.config.max_position_embeddings)
+        tokens_T = torch.arange(length, device=self.device) * PROBE_STRIDE % vocab_size
         ours, trainers = _logprobs(decoder, tokens_T), _logprobs(self.model, tokens_T)
         return float((ours - trainers).abs().mean())
 

@@ -17,7 +17,7 @@ from sparrow.kernels.launch import await_predecessor, dependent_launch, release_
 def _add_norm_kernel(residual, shares, gain, out, M, E, C, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
     release_successor(PDL)  # a few rows: the next projection's prefetch has the memory to itself
     await_predecessor(PDL)
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK)
     inside = e < E
     dtype = residual.dtype.element_ty

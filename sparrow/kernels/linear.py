@@ -102,8 +102,8 @@ def _linear_kernel(
 def _swiglu_kernel(x, out, N, TILE: tl.constexpr, PDL: tl.constexpr):
     await_predecessor(PDL)
     release_successor(PDL)
-    row = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * TILE + tl.arange(0, TILE)
     gate = tl.load(x + row * 2 * N + n, mask=n < N, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * N + N + n, mask=n < N, other=0.0)
     gate = (gate * tl.sigmoid(gate)).to(up.dtype)
@@ -140,7 +140,7 @@ def swiglu(x_MK: Tensor, weight_2NK: Tensor, options: LinearOptions | None) -> T
     if options is None or M > MOST_ROWS:
         both = F.linear(x_MK, weight_2NK)
         pdl = dependent_launch()
-        _swiglu_kernel[(triton.cdiv(N, 1024), M)](both, out, N, 1024, pdl, num_warps=4, launch_pdl=pdl)
+        _swiglu_kernel[(M, triton.cdiv(N, 1024))](both, out, N, 1024, pdl, num_warps=4, launch_pdl=pdl)
     else:
         _launch(x_MK, weight_2NK, out, N, options, gated=True)
     return out

@@ -6,12 +6,15 @@ Axes: M rows, N output and K input features.
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import astuple
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from triton.compiler.compiler import max_shared_mem
+from triton.runtime.errors import OutOfResources
 
 from sparrow.errors import UserError
 from sparrow.kernels.add_norm import add_norm
@@ -23,17 +26,20 @@ TIMED_BYTES = 5e8  # Weights that a timing walks over, so that none is found in 
 REPLAYS = 5
 WIDEST_NORM = 8192  # A head's output is no hidden state.
 
-SHARED_MEMORY = 200 * 2**10  # of a multiprocessor, with a little left over for the system
+RESERVED_MEMORY = 27 * 2**10  # of a block's shared memory, for what is not a tile
 MOST_STAGES = 6
 FEWEST_ROWS, MOST_TILE_N = 24, 128  # fewer rows, and the input's traffic is that of the weights
 FREE_ROWS = 64  # per block where a matrix is so wide that its blocks even out by themselves
 
 
-def candidates(N: int, K: int, tile_m: int, processors: int, itemsize: int, gated: bool) -> list[LinearOptions]:
+def candidates(
+    N: int, K: int, tile_m: int, processors: int, shared_memory: int, itemsize: int, gated: bool
+) -> list[LinearOptions]:
     """Options worth measuring: one or two blocks per multiprocessor, or many small ones, as deep as memory holds.
 
     Args:
         N: rows of the weight matrix, half of them where gated.
+        shared_memory: bytes that a block may have.
     """
     found = []
     for shares in (1,) if gated else (1, 2, 4):
@@ -45,7 +51,7 @@ def candidates(N: int, K: int, tile_m: int, processors: int, itemsize: int, gate
                 continue
             for tile_k in (64, 128):
                 stage = ((2 if gated else 1) * tile_n + tile_m) * tile_k * itemsize
-                stages = min(MOST_STAGES, SHARED_MEMORY // (1 if blocks == processors else 2) // stage)
+                stages = min(MOST_STAGES, shared_memory // (1 if blocks == processors else 2) // stage)
                 for fetch in (0, 512):
                     options = LinearOptions(rows, tile_k, shares, 8 if tile_n == MOST_TILE_N else 4, stages, fetch)
                     if stages >= 2 and options.fits(K):
@@ -84,9 +90,11 @@ class LinearOptionsTable:
             return
         weights = weights[: max(2, int(TIMED_BYTES // weights[0].nbytes) + 1)]
         N, K = weights[0].shape
-        processors = torch.cuda.get_device_properties(weights[0].device).multi_processor_count
-        tried = candidates(N // 2 if gated else N, K, _tile(rows), processors, weights[0].itemsize, gated)
-        timed = {options: _time(weights, rows, options, gated) for options in (None, *tried)}
+        device, itemsize = weights[0].get_device(), weights[0].itemsize
+        memory = max_shared_mem(device) - RESERVED_MEMORY
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        tried = candidates(N // 2 if gated else N, K, _tile(rows), processors, memory, itemsize, gated)
+        timed = {options: _time_if_it_fits(weights, rows, options, gated) for options in (None, *tried)}
         best = min(timed, key=timed.__getitem__)
         self.known[key] = None if best is None else list(astuple(best))
         self._chosen.clear()
@@ -125,6 +133,14 @@ def _tile(rows: int) -> int:
     return max(SMALLEST_TILE_M, 1 << (rows - 1).bit_length())
 
 
+def _time_if_it_fits(weights: list[Tensor], rows: int, options: LinearOptions | None, gated: bool) -> float:
+    """As `_time`; infinite where the kernel wants more shared memory or registers than the estimate."""
+    try:
+        return _time(weights, rows, options, gated)
+    except OutOfResources:
+        return math.inf
+
+
 def _time(weights: list[Tensor], rows: int, options: LinearOptions | None, gated: bool) -> float:
     """Milliseconds for one pass over the weights.
 
@@ -134,10 +150,11 @@ def _time(weights: list[Tensor], rows: int, options: LinearOptions | None, gated
     N, K = weights[0].shape
     before, after = (weights[0].new_empty(rows, width).normal_() for width in (K, N))
     gain = weights[0].new_ones(max(N, K))
+    nothing = weights[0].new_zeros(1, rows, K)
 
     def work() -> None:
         for weight in weights:
-            x = add_norm(before, before[None], gain, 1e-6)
+            x = add_norm(before, nothing, gain, 1e-6)  # shares of zeros: real inputs, however often it is repeated
             if gated:
                 swiglu(x, weight, options)
             else:

@@ -157,5 +157,5 @@ def select_pages(
     _select_kernel[(B, K)](
         scores_BKQP, table_BN, lengths_B, budget_B, lists_BKW, counts_BK, table_BN.shape[1], pool_pages, width,
         lists_BKW.shape[2], scale, sink, recent, K, group, page_size, pages_per_block, KINDS[kind],
-        P, pdl, num_warps=max(P // 512, 1), launch_pdl=pdl,
+        P, pdl, num_warps=min(max(P // 512, 1), 32), launch_pdl=pdl,
     )  # fmt: skip

@@ -205,7 +205,7 @@ def test_auto_takes_gather_on_the_cpu():
         ("cuda", torch.float32, 24, 64, "page_size 24 to be a power of two and at least 16"),
         ("cuda", torch.float32, 16, 8, "head_dim 8 to be a power of two and at least 16"),
         ("cuda", torch.float32, 16, 80, "head_dim 80 to be a power of two and at least 16"),
-        ("cuda", torch.float32, 16, 512, "head_dim 512 to be at most 256"),
+        ("cuda", torch.float32, 16, 256, "head_dim 256 in torch.float32 to have at most 512 bytes"),
     ],
 )
 def test_what_the_kernels_lack_is_refused_with_value_and_limit(backend, device_type, dtype, page_size, head_dim, words):

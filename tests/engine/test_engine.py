@@ -152,8 +152,12 @@ def test_interrupting_leaves_the_engine_usable(model):
 def test_bad_input_is_named(model):
     with pytest.raises(UserError, match="prompt 1 is empty"):
         make(model).generate([[1], []], 1, SamplingParams())
-    with pytest.raises(UserError, match="no prompts"):
+    with pytest.raises(UserError, match="0 prompts with 1 samples"):
         make(model).generate([], 1, SamplingParams())
+    with pytest.raises(UserError, match="1 prompts with 0 samples"):
+        make(model).generate([[1]], 0, SamplingParams())
+    with pytest.raises(UserError, match="prompt 0 has token ids from -1 to 1; the vocabulary"):
+        make(model).generate([[1, -1]], 1, SamplingParams())
     with pytest.raises(UserError, match="room for 472"):
         make(model).generate([[1] * 473], 1, SamplingParams())
     with pytest.raises(UserError, match=r"engine.max_rows: 0"):

@@ -44,7 +44,7 @@ class Driver:
         assert not before or before[0].is_active, "but never the oldest"
         for p in preempted:
             assert len(p.blocks) == ceil_blocks(p.request.total_length - 1)
-            self.waiting.append((p.request.prompt.index, p.request.sample))
+            self.waiting.insert(0, (p.request.prompt.index, p.request.sample))
         admitted = Counter(prompt for prompt, _ in self.seen)
         self.held = {index: blocks for index, blocks in self.held.items() if admitted[index] < self.num_samples}
         self.check()
@@ -58,7 +58,7 @@ class Driver:
             key = (request.prompt.index, request.sample)
             self.operations["resume" if a.resumed else "admit"] += 1
             if a.resumed:
-                assert key == self.waiting.pop(0), "first preempted, first resumed"
+                assert key == self.waiting.pop(0), "the oldest is resumed first"
                 continue
             assert not self.waiting, "no new sample overtakes a preempted one"
             self.seen.append(key)

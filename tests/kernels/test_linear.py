@@ -88,7 +88,7 @@ def test_rounds_must_divide_a_share():
     ("N", "K", "gated"), [(2048, 2048, False), (9728, 2560, True), (5120, 17408, False), (151936, 4096, False)]
 )
 def test_candidates_fit_and_fill_the_device(N, K, gated):
-    found = candidates(N, K, tile_m=32, processors=132, itemsize=2, gated=gated)
+    found = candidates(N, K, tile_m=32, processors=132, shared_memory=200 * 2**10, itemsize=2, gated=gated)
     assert found and len(set(found)) == len(found)
     for options in found:
         assert options.fits(K) and (options.shares == 1 or not gated)
