@@ -1,9 +1,10 @@
-"""Sparse attention of a training forward, in its masked form: the pages that decode would select, as a dense mask.
+"""Sparse attention of a training forward: for each response token the pages that its decode step would select.
 
-Differentiable through queries, keys and values; the selection itself carries no gradient. Holds a [K, L, L] mask per
-document, so it is for short sequences; it is also the oracle of the linear-memory form.
+Differentiable through queries, keys and values; the selection itself carries no gradient. Queries go in chunks, each
+with the mask of its own rows, made again in the backward pass: memory grows with the length, time with its square.
 
-Axes: T packed tokens, H query heads, K KV heads, G = H / K, D head dim, L tokens of one document, P its pages.
+Axes: T packed tokens, H query heads, K KV heads, G = H / K, D head dim, L tokens of one document, C queries of a chunk,
+S keys up to the last of them, P their pages, M landmarks per page.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from sparrow.attention.packed import for_sdpa
 from sparrow.attention.pattern import SparsePattern
 from sparrow.attention.select import candidate_pages, select_pages
-from sparrow.errors import UserError
 
-MAX_LENGTH = 8192  # [8 heads, 8192, 8192] bool is 512 MiB
+CHUNK_CELLS = 2**22  # C * S: per KV head, the bytes of a chunk's mask
 
 
 class MaskedSparse:
@@ -30,11 +32,6 @@ class MaskedSparse:
     """
 
     def __init__(self, lengths: Sequence[int], prompt_lengths: Sequence[int], pattern: SparsePattern) -> None:
-        if max(lengths) > MAX_LENGTH:
-            raise UserError(
-                f"sparse training forward: a sequence of {max(lengths)} tokens is above {MAX_LENGTH}, the limit of the "
-                "masked form (it holds a length x length mask); lower max_new_tokens or switch the distiller off"
-            )
         self.lengths, self.prompt_lengths = list(lengths), list(prompt_lengths)
         self.pattern = pattern
 
@@ -44,28 +41,52 @@ class MaskedSparse:
         return torch.cat([self._document(layer, *document) for document in documents])
 
     def _document(self, layer: int, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, prompt_length: int) -> Tensor:
-        q, k, v = (x.transpose(0, 1)[None] for x in (q_LHD, k_LKD, v_LKD))
-        group = q.shape[1] // k.shape[1]
-        if layer < self.pattern.dense_layers:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group > 1)[0].transpose(0, 1)
-        mask_KLL = self._mask(q_LHD.detach(), k_LKD.detach(), prompt_length).repeat_interleave(group, 0)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask_KLL, enable_gqa=group > 1)[0].transpose(0, 1)
+        length = len(q_LHD)
+        dense = length if layer < self.pattern.dense_layers else min(prompt_length, length)
+        outputs = [_attend(q_LHD[:dense], k_LKD[:dense], v_LKD[:dense], None)]
+        rows = max(1, CHUNK_CELLS // length)
+        for start in range(dense, length, rows):
+            stop = min(start + rows, length)
+            # Without the checkpoint autograd would hold the masks of all chunks: length times length again.
+            outputs.append(
+                checkpoint(
+                    self._chunk, q_LHD[start:stop], k_LKD[:stop], v_LKD[:stop],
+                    use_reentrant=False, preserve_rng_state=False,
+                )
+                if torch.is_grad_enabled()
+                else self._chunk(q_LHD[start:stop], k_LKD[:stop], v_LKD[:stop])
+            )  # fmt: skip
+        return torch.cat(outputs)
 
-    def _mask(self, q_LHD: Tensor, k_LKD: Tensor, prompt_length: int) -> Tensor:
-        """True where a query reads a key, [K, L, L]."""
+    def _chunk(self, q_CHD: Tensor, k_SKD: Tensor, v_SKD: Tensor) -> Tensor:
+        """The last C queries of S tokens."""
+        group = q_CHD.shape[1] // k_SKD.shape[1]
+        mask_KCS = self._mask(q_CHD.detach(), k_SKD.detach())
+        return _attend(q_CHD, k_SKD, v_SKD, mask_KCS.repeat_interleave(group, 0))
+
+    def _mask(self, q_CHD: Tensor, k_SKD: Tensor) -> Tensor:
+        """True where a query reads a key, [K, C, S]."""
         rule = self.pattern
-        L, K, _ = k_LKD.shape
-        position_L = torch.arange(L, device=q_LHD.device)
-        pages_L = position_L // rule.page_size + 1
-        width = -(-L // rule.page_size)
-        keys = F.pad(k_LKD, (0, 0, 0, 0, 0, width * rule.page_size - L)).unflatten(0, (width, rule.page_size))
+        (C, S), K = (len(q_CHD), len(k_SKD)), k_SKD.shape[1]
+        position_S = torch.arange(S, device=q_CHD.device)
+        position_C = position_S[S - C :]
+        pages_C = position_C // rule.page_size + 1
+        width = -(-S // rule.page_size)
+        keys = F.pad(k_SKD, (0, 0, 0, 0, 0, width * rule.page_size - S)).unflatten(0, (width, rule.page_size))
         landmarks_KPMD = rule.selector.landmarks(keys.permute(2, 0, 1, 3))
-        candidates_LP = candidate_pages(pages_L, width, rule.sink_pages, rule.recent_pages)
-        scores_LKP = rule.selector.score(
-            q_LHD.unflatten(1, (K, -1)), landmarks_KPMD.expand(L, *landmarks_KPMD.shape), candidates_LP
+        candidates_CP = candidate_pages(pages_C, width, rule.sink_pages, rule.recent_pages)
+        scores_CKP = rule.selector.score(
+            q_CHD.unflatten(1, (K, -1)), landmarks_KPMD.expand(C, *landmarks_KPMD.shape), candidates_CP
         )
-        budget_L = torch.where(position_L < prompt_length, width, rule.budget.pages(position_L + 1))
-        pages_LKW, _ = select_pages(scores_LKP, candidates_LP, pages_L, budget_L, width)
-        kept_LKP = torch.zeros_like(scores_LKP, dtype=torch.bool).scatter_(2, pages_LKW, True)
-        kept_LKL = kept_LKP.repeat_interleave(rule.page_size, 2)[..., :L]
-        return kept_LKL.transpose(0, 1) & (position_L[:, None] >= position_L)
+        pages_CKW, _ = select_pages(scores_CKP, candidates_CP, pages_C, rule.budget.pages(position_C + 1), width)
+        kept_CKP = torch.zeros_like(scores_CKP, dtype=torch.bool).scatter_(2, pages_CKW, True)
+        kept_CKS = kept_CKP.repeat_interleave(rule.page_size, 2)[..., :S]
+        return kept_CKS.transpose(0, 1) & (position_C[:, None] >= position_S)
+
+
+def _attend(q_CHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, mask_HCS: Tensor | None) -> Tensor:
+    """[C, H, D], causal where no mask is given."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_CHD, k_SKD, v_SKD))
+    k, v, grouped = for_sdpa(q, k, v)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_HCS, is_causal=mask_HCS is None, enable_gqa=grouped)
+    return out[0].transpose(0, 1)
