@@ -73,11 +73,11 @@ class QuestSelector:
 class HeadMaxSelector:
     """Softmax over the candidates' centroids per query head, the largest over the group.
 
-    A page that one head needs is kept, whatever the others think of it. No kernel of its own.
+    A page that one head needs is kept, whatever the others think of it.
     """
 
     landmarks_per_page = 1
-    kernel = None
+    kernel: Literal["head_max"] = "head_max"
 
     def landmarks(self, keys: Tensor) -> Tensor:
         """[..., page, D] to [..., 1, D]."""
@@ -92,18 +92,17 @@ class SegmentSoftmaxSelector:
     """Several centroids a page, one per segment of its tokens: their attention mass by head, summed over the group.
 
     With as many segments as tokens in a page the centroids are the keys, and the score is the true attention mass: the
-    oracle, for analysis only, since it reads all keys. No kernel of its own.
+    oracle, for analysis only, since it reads all keys. The kernels take powers of two.
 
     Args:
         segments: centroids per page, M; must divide the page size.
     """
 
-    kernel = None
-
     def __init__(self, segments: int = 4) -> None:
         if segments < 1:
             raise UserError(f"SegmentSoftmaxSelector.segments: {segments} must be at least 1")
         self.landmarks_per_page = segments
+        self.kernel: Literal["head_softmax"] | None = "head_softmax" if segments.bit_count() == 1 else None
 
     def landmarks(self, keys: Tensor) -> Tensor:
         """[..., page, D] to [..., M, D]."""

@@ -109,7 +109,7 @@ class Selector(Protocol):
 
     landmarks_per_page: int
     # The fused kernels that compute the same (sparrow.kernels.page_select), None where there are none.
-    kernel: Literal["group_mean", "head_softmax", "bound"] | None
+    kernel: Literal["group_mean", "head_softmax", "head_max", "bound"] | None
 
     def landmarks(self, keys: Tensor) -> Tensor:
         """Keys of complete pages [..., page, D] (after RoPE) to landmarks [..., M, D]."""

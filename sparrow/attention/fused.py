@@ -18,8 +18,9 @@ from torch import Tensor
 from sparrow.attention.pattern import SparsePattern
 from sparrow.attention.pool import PagePool
 from sparrow.attention.step import DecodeStep
-from sparrow.kernels.page_select import score_pages, select_pages
+from sparrow.kernels.page_select import PER_HEAD, score_pages, select_pages
 from sparrow.kernels.page_write import write_heads
+from sparrow.kernels.plan import plan_rows
 from sparrow.protocols import HeadParameters
 
 
@@ -58,13 +59,9 @@ class FusedDecode:
         self.attend, self.pool, self.block_size, self.pattern = attend, pool, block_size, pattern
         self.table_BN, self.lengths_B = block_table_BN.contiguous(), lengths_B
         heads, slots = pool.keys_KSD[0].shape[:2]
-        last_B = lengths_B - 1
-        block_B = self.table_BN.gather(1, (last_B // block_size)[:, None])[:, 0]
-        self.slots_B = block_B * block_size + last_B % block_size
-        head_K = torch.arange(heads, device=lengths_B.device)
-        blocks_BKN = self.table_BN[:, None] + (head_K * (slots // block_size))[:, None]
-        self.blocks_RN = blocks_BKN.flatten(0, 1).int()
-        self.num_blocks_R = (last_B // block_size + 1).int().repeat_interleave(heads)
+        self.slots_B, self.blocks_RN, self.num_blocks_R = plan_rows(
+            self.table_BN, lengths_B, heads, slots // block_size, block_size
+        )
         if pattern is not None:
             self._prepare_selection(pattern)
 
@@ -84,7 +81,8 @@ class FusedDecode:
         fused_marks = self.is_sparse(layer) and self.kernel is not None
         write_heads(
             qkv_CBX, heads.bias_X, heads.gains, cos_BD, sin_BD, self.slots_B, keys_KSD, self.pool.values_KSD[layer],
-            self.pool.landmarks_KPMD[layer] if fused_marks else None, q_BKGD, self.pool.page_size, heads.eps,
+            self.pool.landmarks_KPMD[layer] if fused_marks else None, fused_marks and self.kernel == "bound", q_BKGD,
+            self.pool.page_size, heads.eps,
         )  # fmt: skip
         if self.is_sparse(layer) and not fused_marks:
             self._update_landmarks(layer)
@@ -102,7 +100,9 @@ class FusedDecode:
         self.kernel = pattern.selector.kernel
         self.budget_B = pattern.budget.pages(self.lengths_B)
         self.num_pages = self.table_BN.shape[1] * (self.block_size // self.pool.page_size)
-        self.width = min(pattern.budget.max_pages, self.num_pages)
+        # Of this context bucket, not of the schedule: lists as wide as needed spread over as many programs as they can.
+        longest = self.num_pages * self.pool.page_size
+        self.width = min(pattern.budget.max_pages_until(longest), self.num_pages)
 
     def _update_landmarks(self, layer: int) -> None:
         assert self.pattern is not None
@@ -128,18 +128,18 @@ class FusedDecode:
             return self._select_eagerly(layer, q_BKGD, pattern)
         B, K, G, D = q_BKGD.shape
         marks_KPMD = pool.landmarks_KPMD[layer]
-        per_head = G if self.kernel == "head_softmax" else 1
+        per_head = G if self.kernel in PER_HEAD else 1
         scores_BKQP = q_BKGD.new_empty(B, K, per_head, self.num_pages, dtype=torch.float32)
         lists_BKW = q_BKGD.new_empty(B, K, self.width, dtype=torch.int32)
         counts_BK = q_BKGD.new_empty(B, K, dtype=torch.int32)
         pages_per_block = self.block_size // pool.page_size
         score_pages(
             q_BKGD, marks_KPMD, self.table_BN, self.lengths_B, self.budget_B, scores_BKQP, self.kernel,
-            pool.page_size, pages_per_block,
+            pool.page_size, pages_per_block, D**-0.5,
         )  # fmt: skip
         select_pages(
             scores_BKQP, self.table_BN, self.lengths_B, self.budget_B, lists_BKW, counts_BK, self.kernel,
-            pool.num_pages, G, pool.page_size, pages_per_block, pattern.sink_pages, pattern.recent_pages, D**-0.5,
+            pool.num_pages, pool.page_size, pages_per_block, pattern.sink_pages, pattern.recent_pages,
         )  # fmt: skip
         return lists_BKW.flatten(0, 1), counts_BK.flatten()
 

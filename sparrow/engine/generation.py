@@ -90,8 +90,8 @@ class Generation:
         grown, preempted = self.scheduler.grow(self.steps)
         for preemption in preempted:
             self._swap_out(preemption)
-        for request in grown:
-            self.rows.set_blocks(request.row, request.blocks)
+        if grown:
+            self.rows.set_blocks({request.row: request.blocks for request in grown})
         if admitted := self.scheduler.admit(self.steps):
             self._admit(admitted)
         self._decode(self.scheduler.active)

@@ -60,7 +60,7 @@ class Rows:
         Args:
             limit: its longest response; `max_new_tokens` by default.
         """
-        self.set_blocks(row, blocks)
+        self.set_blocks({row: blocks})
         self.prompt_length_R[row] = prompt_length
         self.response_length_R[row] = self.start_length_R[row] = length
         self.last_token_R[row] = last_token
@@ -68,10 +68,12 @@ class Rows:
         self.done_R[row] = self.terminated_R[row] = False
         self.uniforms_RL[row] = uniforms_L.to(self.device)
 
-    def set_blocks(self, row: int, blocks: list[int]) -> None:
-        """Replaces the row's block table."""
-        padding = [NULL_BLOCK] * (self.block_table_RN.shape[1] - len(blocks))
-        self.block_table_RN[row] = torch.tensor(blocks + padding, device=self.device)
+    def set_blocks(self, blocks_by_row: dict[int, list[int]]) -> None:
+        """Replaces the block tables of some rows, in one copy to the device."""
+        width = self.block_table_RN.shape[1]
+        tables = [blocks + [NULL_BLOCK] * (width - len(blocks)) for blocks in blocks_by_row.values()]
+        rows_B = torch.tensor(list(blocks_by_row), device=self.device)
+        self.block_table_RN[rows_B] = torch.tensor(tables, device=self.device)
 
     def cached_lengths(self, rows_B: Tensor) -> Tensor:
         """Tokens in the cache once the newest one is written, [B]."""

@@ -20,12 +20,13 @@ from torch import Tensor
 from sparrow.kernels.launch import await_predecessor, dependent_launch, release_successor
 from sparrow.kernels.ordering import LOWEST, largest, sortable
 
-PAGES_PER_PROGRAM = 64
+LANDMARKS_PER_PROGRAM = 64
 
 # How the score of a page is made; the names are those of `Selector.kernel`.
-ScoreKind = Literal["group_mean", "head_softmax", "bound"]
-GROUP_MEAN, HEAD_SOFTMAX, BOUND = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-KINDS = {"group_mean": 0, "head_softmax": 1, "bound": 2}
+ScoreKind = Literal["group_mean", "head_softmax", "head_max", "bound"]
+GROUP_MEAN, HEAD_SOFTMAX, HEAD_MAX, BOUND = (tl.constexpr(kind) for kind in range(4))
+KINDS = {"group_mean": 0, "head_softmax": 1, "head_max": 2, "bound": 3}
+PER_HEAD = ("head_softmax", "head_max")  # Q = G: a head's scores are normalised over the pages before heads are joined
 
 
 @triton.jit
@@ -40,54 +41,63 @@ def _mean_query(q_row, G: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _score_kernel(
-    q, marks, table, lengths, budgets, scores, num_blocks, num_pages, width,
-    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, PAGES_PER_BLOCK: tl.constexpr,
-    KIND: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
+    q, marks, table, lengths, budgets, scores, num_blocks, num_pages, width, scale,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, PAGE: tl.constexpr,
+    PAGES_PER_BLOCK: tl.constexpr, KIND: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chunk, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     pages_of_row = (tl.load(lengths + row) - 1) // PAGE + 1
-    page = chunk * BLOCK_P + tl.arange(0, BLOCK_P)
-    exists = page < pages_of_row
-    block = tl.load(table + row * num_blocks + page // PAGES_PER_BLOCK, mask=exists, other=0)
     if (pages_of_row > tl.load(budgets + row)) & (chunk * BLOCK_P < pages_of_row):
-        physical = block * PAGES_PER_BLOCK + page % PAGES_PER_BLOCK
         d = tl.arange(0, D)
+        mark = tl.arange(0, BLOCK_P * M)  # of the chunk, a page's landmarks side by side
+        page = chunk * BLOCK_P + mark // M
+        block = tl.load(table + row * num_blocks + page // PAGES_PER_BLOCK, mask=page < pages_of_row, other=0)
+        physical = block * PAGES_PER_BLOCK + page % PAGES_PER_BLOCK
+        at = marks + (((head.to(tl.int64) * num_pages + physical) * M + mark % M) * D)[:, None] + d[None, :]
+        landmark = tl.load(at).to(tl.float32)
         q_row = q + (row * K + head) * G * D
-        marks_per_page: tl.constexpr = 2 if KIND == BOUND else 1
-        at = marks + ((head.to(tl.int64) * num_pages + physical) * marks_per_page * D)[:, None] + d[None, :]
-        mark = tl.load(at).to(tl.float32)
-        inside = page < width
+        out_page = chunk * BLOCK_P + tl.arange(0, BLOCK_P)
         if KIND == GROUP_MEAN:
-            score = tl.sum(mark * _mean_query(q_row, G, D)[None, :], 1)
-            tl.store(scores + (row * K + head) * width + page, score, mask=inside)
-        elif KIND == HEAD_SOFTMAX:
-            for g in tl.static_range(G):
-                score = tl.sum(mark * tl.load(q_row + g * D + d).to(tl.float32)[None, :], 1)
-                tl.store(scores + ((row * K + head) * G + g) * width + page, score, mask=inside)
-        else:
-            upper = tl.load(at + D).to(tl.float32)
+            score = tl.sum(landmark * _mean_query(q_row, G, D)[None, :], 1)
+            tl.store(scores + (row * K + head) * width + out_page, score, mask=out_page < width)
+        elif KIND == BOUND:
             best = tl.full([BLOCK_P], float("-inf"), tl.float32)
             for g in tl.static_range(G):
                 query = tl.load(q_row + g * D + d).to(tl.float32)[None, :]
-                best = tl.maximum(best, tl.sum(tl.maximum(query * mark, query * upper), 1))
-            tl.store(scores + (row * K + head) * width + page, best, mask=inside)
+                # Minimum and maximum of a page stand side by side: of each element the larger product counts.
+                best = tl.maximum(best, tl.sum(tl.max(tl.reshape(landmark * query, (BLOCK_P, M, D)), 1), 1))
+            tl.store(scores + (row * K + head) * width + out_page, best, mask=out_page < width)
+        else:
+            for g in tl.static_range(G):
+                logit = tl.sum(landmark * tl.load(q_row + g * D + d).to(tl.float32)[None, :], 1) * scale
+                if M > 1:
+                    logit = _log_sum_exp(tl.reshape(logit, (BLOCK_P, M)))
+                tl.store(scores + ((row * K + head) * G + g) * width + out_page, logit, mask=out_page < width)
     release_successor(PDL)
 
 
 @triton.jit
-def _summed_softmax(row_scores, page, candidate, scale, width, G: tl.constexpr):
-    """Sum over the group of each head's softmax over the candidates."""
-    total = tl.zeros(page.shape, tl.float32)
+def _log_sum_exp(x):
+    """Over the last of two axes."""
+    top = tl.max(x, 1)
+    return top + tl.log(tl.sum(tl.exp(x - top[:, None]), 1))
+
+
+@triton.jit
+def _joined_softmax(row_scores, page, candidate, width, G: tl.constexpr, KIND: tl.constexpr):
+    """Each head's softmax over the candidates, summed over the group or the largest of it."""
+    joined = tl.zeros(page.shape, tl.float32)
     for g in tl.static_range(G):
-        logit = tl.load(row_scores + g * width + page, mask=candidate, other=float("-inf")) * scale
+        logit = tl.load(row_scores + g * width + page, mask=candidate, other=float("-inf"))
         weight = tl.where(candidate, tl.exp(logit - tl.max(logit, 0)), 0.0)
-        total += weight / tl.sum(weight, 0)
-    return total
+        share = weight / tl.sum(weight, 0)
+        joined = joined + share if KIND == HEAD_SOFTMAX else tl.maximum(joined, share)
+    return joined
 
 
 @triton.jit
 def _select_kernel(
-    scores, table, lengths, budgets, lists, counts, num_blocks, num_pages, width, list_width, scale, sink, recent,
+    scores, table, lengths, budgets, lists, counts, num_blocks, num_pages, width, list_width, sink, recent,
     K: tl.constexpr, G: tl.constexpr, PAGE: tl.constexpr, PAGES_PER_BLOCK: tl.constexpr, KIND: tl.constexpr,
     P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -100,8 +110,9 @@ def _select_kernel(
     block = tl.load(table + row * num_blocks + page // PAGES_PER_BLOCK, mask=kept, other=0)
     if pages_of_row > budget:
         candidate = (page >= sink) & (page < pages_of_row - recent)
-        if KIND == HEAD_SOFTMAX:
-            rank = _summed_softmax(scores + (row * K + head) * G * width, page, candidate, scale, width, G)
+        per_head: tl.constexpr = (KIND == HEAD_SOFTMAX) | (KIND == HEAD_MAX)
+        if per_head:
+            rank = _joined_softmax(scores + (row * K + head) * G * width, page, candidate, width, G, KIND)
         else:
             rank = tl.load(scores + (row * K + head) * width + page, mask=candidate, other=0.0)
         room = budget - sink - recent
@@ -119,43 +130,44 @@ def _select_kernel(
 
 def score_pages(
     q_BKGD: Tensor, marks_KPMD: Tensor, table_BN: Tensor, lengths_B: Tensor, budget_B: Tensor, scores_BKQP: Tensor,
-    kind: ScoreKind, page_size: int, pages_per_block: int,
+    kind: ScoreKind, page_size: int, pages_per_block: int, scale: float,
 ) -> None:  # fmt: skip
     """Scores of all pages of the rows that exceed their budget, into `scores_BKQP`, fp32.
 
     Args:
-        kind: "group_mean": the mean query of the group times the landmark (Q = 1). "head_softmax": each head's query
-            times it (Q = G); `select_pages` joins them. "bound": the largest over the heads of the upper bound of q·k
+        kind: "group_mean": the mean query of the group times the landmark (M = 1, Q = 1). "head_softmax" and
+            "head_max": each head's log of the sum of exp(`scale` q·landmark) over a page's landmarks, M a power of two
+            (Q = G); `select_pages` joins the heads. "bound": the largest over the heads of the upper bound of q·k
             between the landmarks minimum and maximum (M = 2, Q = 1).
     """
     B, K, G, D = q_BKGD.shape
-    width = scores_BKQP.shape[3]
-    assert marks_KPMD.shape[2] == (2 if kind == "bound" else 1) and q_BKGD.is_contiguous()
-    assert scores_BKQP.shape[2] == (G if kind == "head_softmax" else 1)
+    M, width = marks_KPMD.shape[2], scores_BKQP.shape[3]
+    assert kind in PER_HEAD or (2 if kind == "bound" else 1) == M
+    assert q_BKGD.is_contiguous() and scores_BKQP.shape[2] == (G if kind in PER_HEAD else 1)
+    pages = max(LANDMARKS_PER_PROGRAM // M, 1)
     pdl = dependent_launch()
-    _score_kernel[(triton.cdiv(width, PAGES_PER_PROGRAM), K, B)](
+    _score_kernel[(triton.cdiv(width, pages), K, B)](
         q_BKGD, marks_KPMD, table_BN, lengths_B, budget_B, scores_BKQP, table_BN.shape[1], marks_KPMD.shape[1], width,
-        K, G, D, page_size, pages_per_block, KINDS[kind], PAGES_PER_PROGRAM, pdl, num_warps=4,
+        scale, K, G, D, M, page_size, pages_per_block, KINDS[kind], pages, pdl, num_warps=4,
     )  # fmt: skip
 
 
 def select_pages(
     scores_BKQP: Tensor, table_BN: Tensor, lengths_B: Tensor, budget_B: Tensor, lists_BKW: Tensor, counts_BK: Tensor,
-    kind: ScoreKind, pool_pages: int, group: int, page_size: int, pages_per_block: int, sink: int, recent: int,
-    scale: float,
+    kind: ScoreKind, pool_pages: int, page_size: int, pages_per_block: int, sink: int, recent: int,
 ) -> None:  # fmt: skip
     """Kept pages of each row and KV head in order of position, int32, and their number.
 
     Args:
-        scores_BKQP: of `score_pages`.
+        scores_BKQP: of `score_pages`. Of "head_softmax" the heads' softmax over the candidates is summed, of "head_max"
+            the largest counts.
         lists_BKW: out; head * pool_pages + page. Entries past the count are left as they are.
-        scale: of the logits of the heads' softmax.
     """
-    B, K, _, width = scores_BKQP.shape
+    B, K, Q, width = scores_BKQP.shape
     P = triton.next_power_of_2(width)
     pdl = dependent_launch()
     _select_kernel[(B, K)](
         scores_BKQP, table_BN, lengths_B, budget_B, lists_BKW, counts_BK, table_BN.shape[1], pool_pages, width,
-        lists_BKW.shape[2], scale, sink, recent, K, group, page_size, pages_per_block, KINDS[kind],
+        lists_BKW.shape[2], sink, recent, K, Q, page_size, pages_per_block, KINDS[kind],
         P, pdl, num_warps=min(max(P // 512, 1), 32), launch_pdl=pdl,
     )  # fmt: skip

@@ -47,8 +47,10 @@ def _norm_rotate(low, high, gain, cos, sin, eps, NORM: tl.constexpr, D: tl.const
 
 
 @triton.jit
-def _complete_page(keys, page_start, k_low, k_high, mark, MINMAX: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr):
-    """Landmark of a page whose last key is still in registers: its mean, or its elementwise minimum and maximum."""
+def _complete_page(
+    keys, page_start, k_low, k_high, mark, M: tl.constexpr, MINMAX: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Landmarks of a page whose last key is still in registers: M means, or its elementwise minimum and maximum."""
     half = tl.arange(0, D // 2)
     token = tl.arange(0, PAGE)
     earlier = (token < PAGE - 1)[:, None]
@@ -62,15 +64,19 @@ def _complete_page(keys, page_start, k_low, k_high, mark, MINMAX: tl.constexpr, 
         tl.store(mark + D + half, tl.max(low.to(tl.float32), 0).to(dtype))
         tl.store(mark + D + D // 2 + half, tl.max(high.to(tl.float32), 0).to(dtype))
     else:
-        tl.store(mark + half, (tl.sum(low.to(tl.float32), 0) / PAGE).to(dtype))
-        tl.store(mark + D // 2 + half, (tl.sum(high.to(tl.float32), 0) / PAGE).to(dtype))
+        segment: tl.constexpr = PAGE // M
+        to_mark = mark + tl.arange(0, M)[:, None] * D + half[None, :]
+        mean_low = tl.sum(tl.reshape(low.to(tl.float32), (M, segment, D // 2)), 1) / segment
+        mean_high = tl.sum(tl.reshape(high.to(tl.float32), (M, segment, D // 2)), 1) / segment
+        tl.store(to_mark, mean_low.to(dtype))
+        tl.store(to_mark + D // 2, mean_high.to(dtype))
 
 
 @triton.jit
 def _write_kernel(
     shares, bias, q_gain, k_gain, cos, sin, slots, q_out, keys, values, marks, C, share_stride, num_slots, eps,
     K: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    NORM: tl.constexpr, BIAS: tl.constexpr, MARKS: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, MARKS: tl.constexpr, MINMAX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_predecessor(PDL)
     row, head = tl.program_id(0), tl.program_id(1)
@@ -107,13 +113,14 @@ def _write_kernel(
         key_low = tl.sum(tl.where(member == G, k_low.to(tl.float32), 0.0), 0)[None, :].to(dtype)
         key_high = tl.sum(tl.where(member == G, k_high.to(tl.float32), 0.0), 0)[None, :].to(dtype)
         first = head.to(tl.int64) * num_slots + slot - (PAGE - 1)
-        _complete_page(keys, first, key_low, key_high, marks + (first // PAGE) * MARKS * D, MARKS == 2, PAGE, D)
+        mark = marks + (first // PAGE) * MARKS * D
+        _complete_page(keys, first, key_low, key_high, mark, MARKS, MINMAX, PAGE, D)
 
 
 def write_heads(
     qkv_CBX: Tensor, bias_X: Tensor | None, gains: tuple[Tensor, Tensor] | None, cos_BD: Tensor, sin_BD: Tensor,
-    slots_B: Tensor, keys_KSD: Tensor, values_KSD: Tensor, marks_KPMD: Tensor | None, q_BKGD: Tensor, page_size: int,
-    eps: float,
+    slots_B: Tensor, keys_KSD: Tensor, values_KSD: Tensor, marks_KPMD: Tensor | None, minmax: bool, q_BKGD: Tensor,
+    page_size: int, eps: float,
 ) -> None:  # fmt: skip
     """Normalises and rotates q and k, writes q into `q_BKGD`, k and v into the cache, and landmarks of full pages.
 
@@ -121,7 +128,8 @@ def write_heads(
         qkv_CBX: the fused projection in shares that sum to it; `bias_X` is added to the sum.
         gains: of the q- and k-norm; None for a model without.
         cos_BD, sin_BD: [B, D / 2], of each row's position, in the model's dtype.
-        marks_KPMD: M = 1 keeps the mean of a page's keys, M = 2 their minimum and maximum; None in a dense layer.
+        marks_KPMD: where to keep the means of a page's M equal segments, M a power of two; None in a dense layer.
+        minmax: keep the elementwise minimum and maximum of its keys instead, M = 2.
     """
     B, K, G, D = q_BKGD.shape
     q_gain, k_gain = gains if gains is not None else (q_BKGD, q_BKGD)
@@ -130,5 +138,6 @@ def write_heads(
         qkv_CBX, q_BKGD if bias_X is None else bias_X, q_gain, k_gain, cos_BD, sin_BD, slots_B, q_BKGD, keys_KSD,
         values_KSD, keys_KSD if marks_KPMD is None else marks_KPMD, len(qkv_CBX), qkv_CBX.stride(0),
         keys_KSD.shape[1], eps, K, G, triton.next_power_of_2(G + 2), D, page_size, gains is not None,
-        bias_X is not None, 0 if marks_KPMD is None else marks_KPMD.shape[2], pdl, num_warps=1, launch_pdl=pdl,
+        bias_X is not None, 0 if marks_KPMD is None else marks_KPMD.shape[2], minmax, pdl, num_warps=1,
+        launch_pdl=pdl,
     )  # fmt: skip

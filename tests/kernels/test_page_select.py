@@ -15,13 +15,27 @@ from sparrow.attention.pattern import SparsePattern
 from sparrow.attention.pool import PagePool
 from sparrow.attention.step import DecodeStep
 from sparrow.components.budget import FixedBudget, StepSchedule
-from sparrow.components.selector import CentroidSelector, HeadSoftmaxSelector, QuestSelector
-from sparrow.kernels.page_select import score_pages, select_pages
+from sparrow.components.selector import (
+    CentroidSelector,
+    HeadMaxSelector,
+    HeadSoftmaxSelector,
+    QuestSelector,
+    SegmentSoftmaxSelector,
+)
+from sparrow.kernels.page_select import PER_HEAD, score_pages, select_pages
 from sparrow.models.decoder_config import DecoderConfig
 
 pytestmark = pytest.mark.gpu
 
-SELECTORS = [CentroidSelector(), HeadSoftmaxSelector(), QuestSelector()]
+SELECTORS = [
+    CentroidSelector(),
+    HeadSoftmaxSelector(),
+    HeadMaxSelector(),
+    QuestSelector(),
+    SegmentSoftmaxSelector(2),
+    SegmentSoftmaxSelector(16),
+]
+NAMES = [f"{type(s).__name__}-{s.landmarks_per_page}" for s in SELECTORS]
 PAGE, BLOCK, K, D, BLOCKS = 16, 128, 2, 32, 9
 PAGES = BLOCKS * BLOCK // PAGE  # 72: the score kernel takes two programs for them
 # Within the budget, at page edges, at block edges, at an edge of the schedule, and the longest.
@@ -54,16 +68,15 @@ def by_kernels(pool: PagePool, q_BKGD: Tensor, table_BN: Tensor, pattern: Sparse
     kind, lengths = pattern.selector.kernel, torch.tensor(LENGTHS, device=q_BKGD.device)
     budget_B = pattern.budget.pages(lengths)
     # NaN where nobody writes: a score that is read without having been made would show.
-    scores = torch.full((B, K, G if kind == "head_softmax" else 1, PAGES), torch.nan, device=q_BKGD.device)
+    scores = torch.full((B, K, G if kind in PER_HEAD else 1, PAGES), torch.nan, device=q_BKGD.device)
     width = min(pattern.budget.max_pages, PAGES)
     lists_BKW = torch.full((B, K, width), -1, dtype=torch.int32, device=q_BKGD.device)
     counts_BK = torch.zeros(B, K, dtype=torch.int32, device=q_BKGD.device)
     per_block = BLOCK // PAGE
-    score_pages(q_BKGD, pool.landmarks_KPMD[0], table_BN, lengths, budget_B, scores, kind, PAGE, per_block)
+    score_pages(q_BKGD, pool.landmarks_KPMD[0], table_BN, lengths, budget_B, scores, kind, PAGE, per_block, D**-0.5)
     select_pages(
-        scores, table_BN, lengths, budget_B, lists_BKW, counts_BK, kind, pool.num_pages, G, PAGE, per_block, SINK,
-        RECENT, D**-0.5,
-    )  # fmt: skip
+        scores, table_BN, lengths, budget_B, lists_BKW, counts_BK, kind, pool.num_pages, PAGE, per_block, SINK, RECENT
+    )
     pages_BKW = lists_BKW.cpu() - torch.arange(K)[:, None] * pool.num_pages
     return [
         [pages_BKW[b, k, : int(counts_BK[b, k])].tolist() for k in range(K)] for b in range(B)
@@ -87,7 +100,7 @@ def logical(pages: list[list[list[int]]], table_BN: Tensor) -> list[list[list[in
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 5])
-@pytest.mark.parametrize("selector", SELECTORS, ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("selector", SELECTORS, ids=NAMES)
 def test_lists_are_those_of_the_eager_selection(device, randn, selector, group):
     pool, table = filled(group, selector, device, randn), block_table(device)
     q_BKGD = randn(len(LENGTHS), K, group, D)
@@ -99,7 +112,7 @@ def test_lists_are_those_of_the_eager_selection(device, randn, selector, group):
     assert [[len(head) for head in row] for row in got] == [[count] * K for count in counts]
 
 
-@pytest.mark.parametrize("selector", SELECTORS, ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("selector", SELECTORS, ids=NAMES)
 def test_within_the_budget_the_list_is_the_identity(device, randn, selector):
     pool, table = filled(2, selector, device, randn), block_table(device)
     pattern = SparsePattern(FixedBudget(PAGES), selector, PAGE, SINK, RECENT, 0)
@@ -107,7 +120,7 @@ def test_within_the_budget_the_list_is_the_identity(device, randn, selector):
     assert got == [[list(range(-(-n // PAGE)))] * K for n in LENGTHS]
 
 
-@pytest.mark.parametrize("selector", SELECTORS, ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("selector", SELECTORS, ids=NAMES)
 def test_a_budget_of_the_reserved_pages_keeps_nothing_else(device, randn, selector):
     pool, table = filled(2, selector, device, randn), block_table(device)
     pattern = SparsePattern(FixedBudget(SINK + RECENT), selector, PAGE, SINK, RECENT, 0)
@@ -116,7 +129,7 @@ def test_a_budget_of_the_reserved_pages_keeps_nothing_else(device, randn, select
         assert row == [sorted({*range(min(SINK, pages)), *range(max(pages - RECENT, 0), pages)})] * K
 
 
-@pytest.mark.parametrize("selector", SELECTORS, ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("selector", SELECTORS, ids=NAMES)
 def test_of_pages_that_tie_the_first_are_kept(device, randn, selector):
     pool, table = filled(2, selector, device, randn, equal=True), block_table(device)
     pattern = SparsePattern(FixedBudget(8), selector, PAGE, SINK, RECENT, 0)
@@ -125,7 +138,7 @@ def test_of_pages_that_tie_the_first_are_kept(device, randn, selector):
         assert row == [[*range(min(6, pages)), *range(max(pages - RECENT, 6), pages)]] * K
 
 
-@pytest.mark.parametrize("selector", SELECTORS, ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("selector", SELECTORS, ids=NAMES)
 def test_where_pages_lie_in_the_pool_changes_no_choice(device, randn, selector):
     pool, table = filled(4, selector, device, randn), block_table(device)
     q_BKGD = randn(len(LENGTHS), K, 4, D)

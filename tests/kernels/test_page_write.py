@@ -14,7 +14,7 @@ from sparrow.attention.pattern import SparsePattern
 from sparrow.attention.pool import PagePool
 from sparrow.attention.step import DecodeStep
 from sparrow.components.budget import FixedBudget
-from sparrow.components.selector import CentroidSelector, QuestSelector
+from sparrow.components.selector import CentroidSelector, QuestSelector, SegmentSoftmaxSelector
 from sparrow.kernels.page_write import write_heads
 from sparrow.models.decoder import RMSNorm, rotary_factors, rotate
 from sparrow.models.decoder_config import DecoderConfig
@@ -54,7 +54,9 @@ def by_modules(qkv_BX, gains, cos, sin, step: DecodeStep, group: int) -> torch.T
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("selector", [CentroidSelector(), QuestSelector()], ids=["mean", "minmax"])
+@pytest.mark.parametrize(
+    "selector", [CentroidSelector(), SegmentSoftmaxSelector(2), SegmentSoftmaxSelector(4), QuestSelector()]
+)
 @pytest.mark.parametrize(
     ("group", "shares", "bias", "norm"),
     [(1, 1, False, True), (2, 3, True, False), (4, 2, False, False), (5, 2, True, True)],
@@ -76,7 +78,8 @@ def test_queries_cache_and_landmarks_are_those_of_the_modules(
     q_BKGD = torch.empty(len(LENGTHS), K, group, D, device=device, dtype=dtype)
     write_heads(
         qkv_CBX, bias_X, gains, cos[:, 0, : D // 2].contiguous(), sin[:, 0, D // 2 :].contiguous(), step.slots_B,
-        by_kernel.keys_KSD[0], by_kernel.values_KSD[0], by_kernel.landmarks_KPMD[0], q_BKGD, PAGE, EPS,
+        by_kernel.keys_KSD[0], by_kernel.values_KSD[0], by_kernel.landmarks_KPMD[0], selector.kernel == "bound",
+        q_BKGD, PAGE, EPS,
     )  # fmt: skip
 
     total = qkv_CBX.float().sum(0)
@@ -100,6 +103,6 @@ def test_a_dense_layer_has_no_landmarks_to_write(device, randn):
     cos, sin = (x[:, 0, : D // 2].contiguous() for x in rotary_factors(slots_B, D, 1e4, torch.float32))
     qkv_CBX, q_BKGD = randn(1, 2, 4 * K * D), torch.empty(2, K, 2, D, device=device)
     keys_KSD, values_KSD = by_kernel.keys_KSD[0], by_kernel.values_KSD[0]
-    write_heads(qkv_CBX, None, None, cos, -sin, slots_B, keys_KSD, values_KSD, None, q_BKGD, PAGE, EPS)
+    write_heads(qkv_CBX, None, None, cos, -sin, slots_B, keys_KSD, values_KSD, None, False, q_BKGD, PAGE, EPS)
     assert torch.equal(values_KSD[:, slots_B].transpose(0, 1).flatten(1), qkv_CBX[0, :, -K * D :])
     assert torch.equal(by_kernel.landmarks_KPMD[0], before)
