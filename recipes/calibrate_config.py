@@ -27,6 +27,7 @@ MEASURED_WITH = (
     "num_samples",
     "enable_thinking",
     "seed",
+    "dtype",
     "sampling",
     "engine.max_new_tokens",
     "engine.dtype",
@@ -47,6 +48,7 @@ class CalibrateConfig:
     warmup: str | None = None  # config of sparrow_sft that makes `model` where it does not exist yet
     seed: int = 0
     device: str = "auto"
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"  # of the weights, on both sides of the acceptance rate
     threads: int | None = None
 
     data: Component

@@ -82,7 +82,7 @@ class SparrowCalibrate:
         self.results = Results(self.output_dir / "measured", measured_with(cfg))
         if cfg.warmup is not None:
             ensure_warmup(cfg.warmup, Path(cfg.model))
-        self.model = load_decoder(Path(cfg.model), self.device, torch.float32)
+        self.model = load_decoder(Path(cfg.model), self.device, getattr(torch, cfg.dtype))
         self.tokenizer = Tokenizer(Path(cfg.model))
         self.sampler = Sampler(cfg, self.data, self.model, self.tokenizer, self.acceptance.top_k)
         self.scorer = Scorer(cfg, self.model, self.acceptance, self.device)

@@ -13,7 +13,13 @@ import torch
 
 from sparrow.components.budget import FixedBudget, StepSchedule
 from sparrow.components.kv_cache import DenseKVCache, SparseKVCache
-from sparrow.components.selector import CentroidSelector, HeadSoftmaxSelector, QuestSelector
+from sparrow.components.selector import (
+    CentroidSelector,
+    HeadMaxSelector,
+    HeadSoftmaxSelector,
+    QuestSelector,
+    SegmentSoftmaxSelector,
+)
 from sparrow.engine.decode import RolloutModel
 from sparrow.errors import UserError
 from sparrow.models.decoder import Decoder
@@ -37,7 +43,13 @@ TINY = DecoderConfig(
     max_position_embeddings=40960,
 )  # fmt: skip
 MODELS = (*QWEN3, "tiny")
-SELECTORS = {"centroid": CentroidSelector, "head_softmax": HeadSoftmaxSelector, "quest": QuestSelector}
+SELECTORS = {
+    "centroid": CentroidSelector,
+    "head_softmax": HeadSoftmaxSelector,
+    "head_max": HeadMaxSelector,
+    "quest": QuestSelector,
+    "segments": SegmentSoftmaxSelector,  # 4 a page
+}
 BACKENDS = ("triton", "flex", "gather")
 
 

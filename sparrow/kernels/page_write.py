@@ -108,13 +108,14 @@ def _write_kernel(
     to_key = keys + cell + half[None, :] + member * 0
     tl.store(to_key, k_low, mask=member == G)
     tl.store(to_key + D // 2, k_high, mask=member == G)
-    if (MARKS > 0) & (slot % PAGE == PAGE - 1):
-        # Rows of a tile sum to the key's row alone: its values in registers, without a trip through memory.
-        key_low = tl.sum(tl.where(member == G, k_low.to(tl.float32), 0.0), 0)[None, :].to(dtype)
-        key_high = tl.sum(tl.where(member == G, k_high.to(tl.float32), 0.0), 0)[None, :].to(dtype)
-        first = head.to(tl.int64) * num_slots + slot - (PAGE - 1)
-        mark = marks + (first // PAGE) * MARKS * D
-        _complete_page(keys, first, key_low, key_high, mark, MARKS, MINMAX, PAGE, D)
+    if MARKS > 0:  # noqa: SIM102  joined, it would be compiled for a dense layer too: no landmarks, a division by zero
+        if slot % PAGE == PAGE - 1:
+            # Rows of a tile sum to the key's row alone: its values in registers, without a trip through memory.
+            key_low = tl.sum(tl.where(member == G, k_low.to(tl.float32), 0.0), 0)[None, :].to(dtype)
+            key_high = tl.sum(tl.where(member == G, k_high.to(tl.float32), 0.0), 0)[None, :].to(dtype)
+            first = head.to(tl.int64) * num_slots + slot - (PAGE - 1)
+            mark = marks + (first // PAGE) * MARKS * D
+            _complete_page(keys, first, key_low, key_high, mark, MARKS, MINMAX, PAGE, D)
 
 
 def write_heads(
