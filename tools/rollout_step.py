@@ -17,6 +17,7 @@ from sparrow.engine.graphs import GraphStepper
 from sparrow.engine.rows import Rows
 from sparrow.engine.sampler import SamplingParams
 from sparrow.engine.window import Window
+from sparrow.kernels.timing import milliseconds
 from sparrow.protocols import KVCache
 
 STEPS = 8  # per timing
@@ -78,15 +79,7 @@ class FixedBatch:
     def milliseconds(self) -> float:
         """Median time of a step."""
         self.steps()
-        times = []
-        for _ in range(TIMINGS):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            self.steps()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / STEPS)
-        return statistics.median(times)
+        return statistics.median(milliseconds(self.steps, TIMINGS)) / STEPS
 
     def kernels(self) -> list[tuple[str, float, int]]:
         """Name, ms per step and launches per step of every kernel, slowest first."""

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from sparrow.kernels.timing import milliseconds
+
 TIMINGS = 8  # the first one warms up
 CPU_GIB = 0.25
 
@@ -20,21 +22,9 @@ def read_bandwidth(device: torch.device, gib: float = 4) -> float:
         from roof_kernel import reader  # Triton is not installed where there is no GPU
 
         x = torch.empty(int(gib * 2**29), dtype=torch.bfloat16, device=device).normal_()
-        return x.nbytes / min(_cuda_seconds(reader(x))) / 1e9
+        return x.nbytes / min(milliseconds(reader(x), TIMINGS)[1:]) / 1e6
     x = torch.rand(int(CPU_GIB * 2**28))
     return x.nbytes / min(_cpu_seconds(x.sum)) / 1e9
-
-
-def _cuda_seconds(read: Callable[[], object]) -> list[float]:
-    seconds = []
-    for _ in range(TIMINGS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        read()
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) / 1e3)
-    return seconds[1:]
 
 
 def _cpu_seconds(read: Callable[[], object]) -> list[float]:

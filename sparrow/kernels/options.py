@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import astuple
 from pathlib import Path
 
@@ -16,9 +15,10 @@ from torch import Tensor
 from triton.compiler.compiler import max_shared_mem
 from triton.runtime.errors import OutOfResources
 
-from sparrow.errors import UserError
 from sparrow.kernels.add_norm import add_norm
 from sparrow.kernels.linear import MOST_ROWS, LinearOptions, linear, swiglu
+from sparrow.kernels.options_file import Known, add_known, cache_file, read_known
+from sparrow.kernels.timing import milliseconds
 
 SHIPPED = Path(__file__).with_name("known_options.json")
 SMALLEST_TILE_M = 16
@@ -59,20 +59,12 @@ def candidates(
     return found
 
 
-def cache_file() -> Path:
-    """Where measured options are kept: $SPARROW_CACHE or the user's cache folder."""
-    home = os.environ.get("SPARROW_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "sparrow" / "kernel_options.json"
-
-
 class LinearOptionsTable:
     """Options by device, dtype, rows (rounded up to a tile) and matrix; cuBLAS (None) where nothing is known."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.prefix = f"{torch.cuda.get_device_name(device)} {str(dtype).removeprefix('torch.')}"
-        self.known: dict[str, list[int] | None] = json.loads(SHIPPED.read_text())
-        if cache_file().exists():
-            self.known |= _read(cache_file())
+        self.known: Known = json.loads(SHIPPED.read_text()) | read_known(cache_file())
         self._chosen: dict[tuple[int, torch.Size, bool], LinearOptions | None] = {}
 
     def get(self, rows: int, weight: Tensor, gated: bool) -> LinearOptions | None:
@@ -98,27 +90,10 @@ class LinearOptionsTable:
         best = min(timed, key=timed.__getitem__)
         self.known[key] = None if best is None else list(astuple(best))
         self._chosen.clear()
-        self._save(key)
+        add_known(cache_file(), {key: self.known[key]})
 
     def _key(self, tile_m: int, shape: torch.Size, gated: bool) -> str:
         return f"{self.prefix} {tile_m}x{shape[0]}x{shape[1]}{' gated' if gated else ''}"
-
-    def _save(self, key: str) -> None:
-        """Adds one answer to the file of this user; the file of before is replaced whole."""
-        path = cache_file()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept = _read(path) if path.exists() else {}
-        temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(kept | {key: self.known[key]}, indent=0, sort_keys=True))
-        temporary.replace(path)
-
-
-def _read(path: Path) -> dict[str, list[int] | None]:
-    try:
-        known: dict[str, list[int] | None] = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}: launch options of the kernels, not readable as JSON ({error}); delete it") from error
-    return known
 
 
 def row_tiles(num_rows: int) -> list[int]:
@@ -168,12 +143,4 @@ def _time(weights: list[Tensor], rows: int, options: LinearOptions | None, gated
     with torch.cuda.graph(graph):
         work()
     graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return min(times)
+    return min(milliseconds(graph.replay, REPLAYS))

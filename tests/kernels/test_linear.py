@@ -13,9 +13,9 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="Triton comes with torch's builds for CUDA")
 
-from sparrow.errors import UserError
 from sparrow.kernels.linear import MOST_ROWS, LinearOptions, linear, swiglu
-from sparrow.kernels.options import SHIPPED, LinearOptionsTable, _read, cache_file, candidates, row_tiles
+from sparrow.kernels.options import SHIPPED, LinearOptionsTable, candidates, row_tiles
+from sparrow.kernels.options_file import cache_file
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 N, K = 96, 1024
@@ -128,10 +128,3 @@ def test_measured_options_are_kept_on_disk(device, randn, tmp_path, monkeypatch)
     written = cache_file().stat().st_mtime_ns
     again.tune(weights, 5, gated=False)
     assert cache_file().stat().st_mtime_ns == written, "what is known is not measured again"
-
-
-def test_a_damaged_options_file_is_named(tmp_path):
-    path = tmp_path / "kernel_options.json"
-    path.write_text('{"NVIDIA')
-    with pytest.raises(UserError, match=r"kernel_options\.json: .*delete it"):
-        _read(path)

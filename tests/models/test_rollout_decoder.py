@@ -20,7 +20,7 @@ from sparrow.attention.packed import PackedCausal
 from sparrow.components.budget import StepSchedule
 from sparrow.components.kv_cache import DenseKVCache, SparseKVCache
 from sparrow.components.selector import CentroidSelector, HeadSoftmaxSelector, QuestSelector
-from sparrow.kernels.options import cache_file
+from sparrow.kernels.options_file import cache_file
 from sparrow.models.decoder import Decoder, InitOptions
 from sparrow.models.decoder_config import DecoderConfig
 from sparrow.models.rollout_decoder import RolloutDecoder
