@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from sparrow.kernels.add_norm import add_norm
 from sparrow.kernels.linear import linear, swiglu
 from sparrow.kernels.options import LinearOptionsTable, row_tiles
+from sparrow.kernels.prefetch import prefetch
 from sparrow.models.decoder import Decoder, DecoderLayer, rotary_factors, rotate
 from sparrow.models.decoder_config import DecoderConfig
 from sparrow.protocols import Attention, HeadParameters, ProjectionAttention
@@ -104,11 +105,16 @@ class RolloutDecoder:
         self, index: int, layer: PackedLayer, x_TE: Tensor, cos_TD: Tensor, sin_TD: Tensor, attention: Attention
     ) -> Tensor:
         """[T, H * D]."""
-        qkv_CTX = self._linear(x_TE, layer.qkv_XE)
+        qkv_CTX = self._project(x_TE, layer)
         if isinstance(attention, ProjectionAttention):
             return attention.project(index, qkv_CTX, layer.heads, cos_TD, sin_TD)
         q_THD, k_TKD, v_TKD = self._heads(qkv_CTX, layer.heads, cos_TD, sin_TD)
         return attention(index, q_THD, k_TKD, v_TKD).flatten(1)
+
+    def _project(self, x_TE: Tensor, layer: PackedLayer) -> Tensor:
+        """[C, T, X], unrounded where a bias is still to be added: the trainer's F.linear rounds their sum, once."""
+        options = self.options.get(len(x_TE), layer.qkv_XE, gated=False)
+        return linear(x_TE, layer.qkv_XE, options, None if layer.heads.bias_X is None else torch.float32)
 
     def _heads(
         self, qkv_CTX: Tensor, heads: HeadParameters, cos_TD: Tensor, sin_TD: Tensor
