@@ -156,12 +156,15 @@ class Engine:
 
         Raises:
             UserError: an empty prompt, one too long for the model, a pool too small for one sequence, an impossible
-                limit, or stop strings without `decode`; before any work. Whatever is raised, the pool is released.
+                limit, not a number or a limit for each, or stop strings without `decode`; before any work. Whatever is
+                raised, the pool is released.
         """
         self._check(prompts, num_samples, sampling)
         if limits is not None:
             self._check_limits(limits, len(prompts) * num_samples)
         numbers = range(len(prompts)) if prompt_numbers is None else prompt_numbers
+        if len(numbers) != len(prompts):
+            raise UserError(f"engine.generate: {len(numbers)} prompt_numbers for {len(prompts)} prompts")
         scheduler = self._scheduler(prompts, num_samples, limits)
         try:
             decoder = self._wake()

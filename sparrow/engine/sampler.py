@@ -13,13 +13,16 @@ from torch import Tensor
 
 from sparrow.errors import UserError
 
+# Logits over it stay far from what fp32 can hold; a gap of .001 is then already one of 100 nats.
+LOWEST_TEMPERATURE = 1e-5
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Neutral by default: what is not set here is not set anywhere, a checkpoint's generation_config included.
 
     Attributes:
-        temperature: divides the logits; 0 is greedy.
+        temperature: divides the logits, at least 1e-5; 0 is greedy.
         top_k: keep the k most probable tokens; 0 keeps all.
         top_p: keep the smallest set with at least this probability.
         min_p: keep tokens at least this share as probable as the best.
@@ -33,8 +36,11 @@ class SamplingParams:
     stop: list[str] = field(default_factory=list, hash=False)
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise UserError(f"sampling.temperature: {self.temperature} is below 0")
+        if not (self.temperature == 0 or LOWEST_TEMPERATURE <= self.temperature < math.inf):
+            raise UserError(
+                f"sampling.temperature: {self.temperature} is neither 0 (greedy) nor finite and at least "
+                f"{LOWEST_TEMPERATURE}"
+            )
         if self.top_k < 0:
             raise UserError(f"sampling.top_k: {self.top_k} is below 0")
         if not 0 < self.top_p <= 1:

@@ -63,3 +63,11 @@ def test_impossible_limits_are_refused_before_any_work(model, cache, make, limit
     with pytest.raises(UserError, match=words):
         make(model, paged).generate(PROMPTS, 3, T1, limits=limits)
     assert not hasattr(paged, "pool")
+
+
+@pytest.mark.parametrize("numbers", [[0, 1, 2], [0, 1, 2, 3, 4]])
+def test_a_number_for_each_prompt_or_none(model, cache, make, numbers):
+    paged = cache("dense")
+    with pytest.raises(UserError, match=f"{len(numbers)} prompt_numbers for 4 prompts"):
+        make(model, paged).generate(PROMPTS, 3, T1, prompt_numbers=numbers)
+    assert not hasattr(paged, "pool")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparrow.engine.sampler import SamplingParams, sample
+from sparrow.engine.sampler import LOWEST_TEMPERATURE, SamplingParams, sample
 from sparrow.errors import UserError
 
 NEUTRAL = SamplingParams()
@@ -72,7 +72,20 @@ def test_an_impossible_token_is_never_drawn(seed, u):
     assert out.tokens_B.item() % 2 == 1 and out.logprobs_B.isfinite().all()
 
 
-@pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": 1.0}])
+def test_the_lowest_temperature_gives_numbers():
+    logits = torch.tensor([[3.0e4, -3.0e4, 3.0e4 - 1.0]])
+    out = sample(logits, torch.tensor([0.5], dtype=torch.float64), SamplingParams(temperature=LOWEST_TEMPERATURE), 3)
+    assert out.tokens_B.item() == 0 and out.logprobs_B.item() == 0.0
+    assert out.top_logprobs_BK.isfinite().all()
+
+
+@pytest.mark.parametrize("temperature", [-1.0, 1e-39, 9e-6, math.nan, math.inf])
+def test_a_temperature_that_fp32_cannot_divide_by_is_refused(temperature):
+    with pytest.raises(UserError, match=rf"sampling\.temperature: {temperature} is neither 0 .* at least 1e-05"):
+        SamplingParams(temperature=temperature)
+
+
+@pytest.mark.parametrize("bad", [{"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": 1.0}])
 def test_bad_parameters_are_named(bad):
     with pytest.raises(UserError, match=next(iter(bad))):
         SamplingParams(**bad)
