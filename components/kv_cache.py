@@ -23,10 +23,28 @@ from sparrow.errors import UserError
 from sparrow.models.decoder_config import DecoderConfig
 from sparrow.protocols import Attention, BudgetSchedule, RunSettings, Selector
 
+LONGEST_CHECKED = 2**20  # cached tokens; no checkpoint goes that far
+
 
 def _check_sizes(page_size: int, block_size: int) -> None:
     if page_size < 1 or block_size % page_size:
         raise UserError(f"kv_cache: block_size {block_size} must be a multiple of page_size {page_size}")
+
+
+def _check_reserved(budget: BudgetSchedule, sink_pages: int, recent_pages: int) -> None:
+    """UserError where the budget at some length does not hold the pages that are always kept."""
+    if sink_pages < 0 or recent_pages < 1:
+        raise UserError(
+            f"kv_cache: sink_pages {sink_pages} must be >= 0 and recent_pages {recent_pages} >= 1 (the open page)"
+        )
+    pages_L = budget.pages(torch.arange(LONGEST_CHECKED))
+    too_small_L = pages_L < sink_pages + recent_pages
+    if too_small_L.any():
+        length = int(too_small_L.int().argmax())
+        raise UserError(
+            f"kv_cache.budget: {int(pages_L[length])} pages at length {length} do not hold the {sink_pages} sink and "
+            f"{recent_pages} recent pages that are always kept"
+        )
 
 
 def _key_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
@@ -132,19 +150,10 @@ class SparseKVCache:
         backend: Backend = "auto",
     ) -> None:
         _check_sizes(page_size, block_size)
-        if sink_pages < 0 or recent_pages < 1:
-            raise UserError(
-                f"kv_cache: sink_pages {sink_pages} must be >= 0 and recent_pages {recent_pages} >= 1 (the open page)"
-            )
+        _check_reserved(budget, sink_pages, recent_pages)
         self.page_size, self.block_size, self.backend = page_size, block_size, backend
         self.budget: BudgetSchedule | None = budget
         self.pattern = SparsePattern(budget, selector, page_size, sink_pages, recent_pages, dense_layers)
-        smallest = int(budget.pages(torch.zeros((), dtype=torch.int64)))
-        if smallest < sink_pages + recent_pages:
-            raise UserError(
-                f"kv_cache.budget: {smallest} pages at length 0 do not hold the {sink_pages} sink and {recent_pages} "
-                "recent pages that are always kept"
-            )
 
     def allocate(self, config: DecoderConfig, num_blocks: int, device: torch.device, dtype: torch.dtype) -> None:
         """Makes the pool of `num_blocks` blocks (and the null block), with landmarks for the sparse layers."""

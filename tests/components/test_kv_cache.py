@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparrow.attention.reference import attend_reference, select_reference
-from sparrow.components.budget import FixedBudget, StepSchedule
+from sparrow.components.budget import FixedBudget, RatioBudget, StepSchedule
 from sparrow.components.kv_cache import DenseKVCache, SparseKVCache
 from sparrow.components.selector import CentroidSelector, QuestSelector
 from sparrow.errors import UserError
@@ -19,6 +19,16 @@ CONFIG = DecoderConfig(
     vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16
 )
 CPU = torch.device("cpu")
+
+
+class Sinking(FixedBudget):
+    """A user's own budget."""
+
+    def __init__(self) -> None:
+        super().__init__(pages=8)
+
+    def pages(self, cached_length: torch.Tensor) -> torch.Tensor:
+        return torch.where(cached_length < 70_000, 8, 2)
 
 
 def test_what_is_read_by_hand():
@@ -50,6 +60,23 @@ def test_a_model_with_fewer_layers_than_dense_ones_is_dense():
 def test_impossible_settings_are_named(kwargs, words):
     with pytest.raises(UserError, match=words):
         SparseKVCache(FixedBudget(pages=4), CentroidSelector(), **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("budget", "words"),
+    [
+        (StepSchedule(pages=[5, 5, 2], bin_width=30, allow_dips=True), "2 pages at length 60 do not hold the 1 sink"),
+        (RatioBudget(share=0.5, minimum=2), "2 pages at length 0 do not hold the 1 sink and 2 recent pages"),
+        (Sinking(), "2 pages at length 70000 do not hold the 1 sink and 2 recent pages"),
+    ],
+)
+def test_a_budget_that_falls_below_the_reserved_pages_anywhere_is_refused(budget, words):
+    with pytest.raises(UserError, match=f"kv_cache.budget: {words}"):
+        SparseKVCache(budget, CentroidSelector())
+
+
+def test_a_budget_of_the_reserved_pages_alone_is_allowed():
+    assert SparseKVCache(StepSchedule(pages=[4, 3], allow_dips=True), CentroidSelector()).budget is not None
 
 
 def test_the_released_schedule_is_held_against_the_run():
