@@ -6,6 +6,7 @@ python tools/plot_rollout.py step_4b.json step_8b.json --png docs/img/step_ms.pn
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections import defaultdict
@@ -19,16 +20,20 @@ from matplotlib.figure import Figure
 
 from sparrow.errors import UserError
 
+MARKERS = ("o", "s", "^")
 COLOURS = ("#2f6db3", "#e08a1e", "#3a9a5b", "#8a5bb3", "#2a9d9d", "#8a8f98")
 DENSE_COLOUR = "#c8402f"
 Row = dict[str, Any]
 
 
 def read_steps(paths: Sequence[Path]) -> list[Row]:
-    """The rows of all files; UserError where one is of another mode."""
+    """The rows of all files; UserError where one is not to be read, or of another mode."""
     rows: list[Row] = []
     for path in paths:
-        found = json.loads(path.read_text())["results"]
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))["results"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path}: not a JSON file of bench_rollout.py --out: {error!r}") from None
         if not found or any(key not in row for row in found for key in ("context", "ms", "roof_ms")):
             raise UserError(f"{path}: no result of mode `step`")
         rows += found
@@ -40,6 +45,8 @@ def draw_steps(rows: Sequence[Row], png: Path) -> None:
     panels = defaultdict(list)
     for row in rows:
         panels[f"{row['model']}, batch {row['batch']}"].append(row)
+    for title, panel in panels.items():
+        _check_lines(title, panel)
     figure = Figure(figsize=(4.6 * len(panels) + 0.4, 4), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (title, panel) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
@@ -50,15 +57,22 @@ def draw_steps(rows: Sequence[Row], png: Path) -> None:
     part.replace(png)
 
 
+def _check_lines(title: str, rows: Sequence[Row]) -> None:
+    labels, styles = {_label(row, rows) for row in rows} - {"dense"}, len(MARKERS) * len(COLOURS)
+    if len(labels) > styles:
+        raise UserError(f"{title}: {len(labels)} caches are more than the {styles} lines of a panel; give fewer files")
+
+
 def _draw_panel(axes: Axes, title: str, rows: Sequence[Row]) -> None:
     lines = defaultdict(list)
     for row in sorted(rows, key=lambda row: row["context"]):
         lines[_label(row, rows)].append(row)
-    colours = iter(COLOURS)
+    styles = itertools.product(MARKERS, COLOURS)
     for label, points in lines.items():
-        colour = DENSE_COLOUR if label == "dense" else next(colours)
+        marker, colour = ("o", DENSE_COLOUR) if label == "dense" else next(styles)
         context = [point["context"] / 1024 for point in points]
-        axes.plot(context, [point["ms"] for point in points], "o-", color=colour, label=label, markersize=4)
+        ms = [point["ms"] for point in points]
+        axes.plot(context, ms, marker=marker, color=colour, label=label, markersize=4)
         axes.plot(context, [point["roof_ms"] for point in points], ":", color=colour, linewidth=1)
     axes.plot([], [], ":", color="black", linewidth=1, label="roof: bytes at the measured bandwidth")
     axes.set(title=title, xlabel="cached tokens of each row (1,024)", ylabel="ms per step")

@@ -82,3 +82,18 @@ def test_the_plot_is_drawn_from_step_results(tmp_path: Path, capsys):
     assert png.read_bytes().startswith(b"\x89PNG") and list(png.parent.iterdir()) == [png]
     assert plot_rollout.main([str(other), "--png", str(png)]) == 2
     assert "other.json: no result of mode `step`" in capsys.readouterr().err
+    other.write_text("{")
+    for path in (other, tmp_path / "none.json"):
+        assert plot_rollout.main([str(path), "--png", str(png)]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {path}: not a JSON file of bench_rollout.py") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("caches", "code"), [(7, 0), (18, 0), (19, 2)])
+def test_a_panel_has_lines_enough_or_says_so(tmp_path: Path, capsys, caches: int, code: int):
+    row = {"model": "4b", "batch": 20, "backend": "triton", "context": 8192, "ms": 2.0, "roof_ms": 1.0}
+    names = ["dense", *(str(16 * (number + 1)) for number in range(caches))]
+    bench_rollout.write_json(tmp_path / "steps.json", {"results": [row | {"cache": name} for name in names]})
+    assert plot_rollout.main([str(tmp_path / "steps.json"), "--png", str(tmp_path / "ms.png")]) == code
+    assert ("4b, batch 20: 19 caches are more than the 18 lines" in capsys.readouterr().err) == (code == 2)
+    assert (tmp_path / "ms.png").exists() == (code == 0)
