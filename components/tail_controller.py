@@ -15,7 +15,7 @@ Axes: T tokens of this rank, N bins, H cells of the histogram of alpha, L grid s
 from __future__ import annotations
 
 import math
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -40,8 +40,9 @@ class TailController:
     """A budget schedule that is moved by `observe` after each step.
 
     Args:
-        start: the schedule to begin with; its bins are those that move, each entry rounded up to the grid.
-        grid: budgets in total pages; None for those of the paper's calibration.
+        start: the schedule to begin with; its bins are those that move, each entry rounded up to the grid, none outside
+            its bounds.
+        grid: budgets in total pages, rising; None for those of the paper's calibration, from 32 pages on.
         least, most: bounds within the grid; None for its ends.
         margin: how far above tau the lower bound of P5 has to be before a bin tries a step that it has never left.
         patience: steps that saw tokens of a bin which make up a window, at least.
@@ -51,7 +52,7 @@ class TailController:
             takes every token for one, which makes the interval too narrow.
 
     Raises:
-        UserError: a number out of range, an entry above the grid.
+        UserError: a number out of range, a grid that does not rise, an entry of `start` below or above it.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class TailController:
         self.margin, self.patience, self.min_tokens = margin, patience, min_tokens
         self.confidence, self.correlated_tokens = confidence, correlated_tokens
         # A budget that falls with length is not followed, not even where the start has one.
-        self.levels_N = list(accumulate((self._level(pages) for pages in start.entries), max))
+        self.levels_N = list(accumulate((self._level(n, pages) for n, pages in enumerate(start.entries)), max))
         self.table = StepTable(self._pages(), start.bin_width)
         bins = len(self.levels_N)
         self.window_NH = torch.zeros(bins, len(UNIT_EDGES) - 1, dtype=torch.int64)
@@ -205,10 +206,13 @@ class TailController:
     def _pages(self) -> list[int]:
         return [self.grid_L[level] for level in self.levels_N]
 
-    def _level(self, pages: int) -> int:
-        """The lowest grid step of at least so many pages."""
-        if pages > self.grid_L[-1]:
-            raise UserError(f"TailController: start has {pages} pages, above the largest budget {self.grid_L[-1]}")
+    def _level(self, n: int, pages: int) -> int:
+        """The lowest grid step of at least so many pages, for a bin's first budget."""
+        if not self.grid_L[0] <= pages <= self.grid_L[-1]:
+            raise UserError(
+                f"TailController: start.pages[{n}] is {pages}, outside the budgets {self.grid_L[0]} to "
+                f"{self.grid_L[-1]} of the grid (grid, least, most)"
+            )
         return next(level for level, budget in enumerate(self.grid_L) if budget >= pages)
 
 
@@ -236,7 +240,13 @@ def quantile_interval(values: Ordered, level: float, confidence: float, draws: i
 def _bounded(grid: list[int], least: int | None, most: int | None) -> list[int]:
     for pages in grid:
         check_whole("grid", pages, "TailController")
-    bounded = sorted({p for p in grid if (least is None or p >= least) and (most is None or p <= most)})
+    for entry, (before, pages) in enumerate(pairwise(grid), start=1):
+        if pages <= before:
+            raise UserError(f"TailController: grid[{entry}] is {pages}, not above the {before} before it")
+    for key, bound in (("least", least), ("most", most)):
+        if bound is not None:
+            check_whole(key, bound, "TailController")
+    bounded = [p for p in grid if (least is None or p >= least) and (most is None or p <= most)]
     if not bounded:
         raise UserError(f"TailController: no budget of the grid {grid} lies within least {least} and most {most}")
     return bounded

@@ -197,7 +197,13 @@ def test_another_grid_or_other_bins_are_not_resumed(change: dict[str, Any]) -> N
         ({"confidence": 1.0}, "margin 0.005 and confidence 1.0 must be between 0 and 1"),
         ({"grid": [4, 0]}, "grid must be a whole number of at least 1, got 0"),
         ({"least": 70, "most": 75}, "no budget of the grid .* within least 70 and most 75"),
-        ({"most": 48}, "start has 64 pages, above the largest budget 48"),
+        ({"most": 48}, r"start.pages\[1\] is 64, outside the budgets 32 to 48 of the grid"),
+        ({"least": 48}, r"start.pages\[0\] is 32, outside the budgets 48 to 1024 of the grid \(grid, least, most\)"),
+        ({"grid": [48, 64]}, r"start.pages\[0\] is 32, outside the budgets 48 to 64"),
+        ({"grid": [32, 128, 64]}, r"grid\[2\] is 64, not above the 128 before it"),
+        ({"grid": [32, 64, 64]}, r"grid\[2\] is 64, not above the 64 before it"),
+        ({"grid": []}, r"no budget of the grid \[\] lies within"),
+        ({"least": 0}, "least must be a whole number of at least 1, got 0"),
     ],
 )
 def test_arguments_that_are_refused(kwargs: dict[str, Any], message: str) -> None:
