@@ -68,7 +68,7 @@ class GRPOConfig:
     micro_batch_tokens: int = 16384
     logprob_chunk: int = 1024
     distiller: Component | None = None
-    alarms: Alarms = field(default_factory=Alarms)
+    alarms: Alarms | None = field(default_factory=Alarms)  # null turns all off
 
     trackers: list[Component]
     samples_per_step: int = 2

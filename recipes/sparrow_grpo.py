@@ -157,13 +157,16 @@ class SparrowGRPO:
         except Interrupted:
             self._save()
             raise Interrupted(f"stopped after step {self.step}; resume=auto goes on from {self.saves}") from None
+        self._save_and_report()
+
+    def _save_and_report(self) -> None:
         self._save()
         if distributed.rank() == 0:
             print_report(self.output_dir, self.saves, self.acceptance.tau)
 
     def _stop_on_alarm(self) -> None:
         if names := self.alarms.stopped_by:
-            self._save()
+            self._save_and_report()
             raise AlarmStop(
                 f"alarm {', '.join(names)} stopped the run after step {self.step}; it is saved in {self.saves}"
             )

@@ -19,6 +19,14 @@ Metrics = Mapping[str, float]
 Action = Literal["warn", "dense", "stop"]
 # Each is logged where it stands and counts there; an alarm on any of them is the same alarm.
 NONFINITE = ("acceptance/nonfinite", "rollout_corr/nonfinite", "loss/nonfinite", "update/skipped", "distill/skipped")
+# What a limit lies between: the end at which the alarm could never be raised is left out, null turns it off.
+BOUNDS_BELOW = {"p5": (0.0, 1.0), "entropy": (0.0, 1.0)}
+BOUNDS_ABOVE = {
+    "clipped_ratio": (0.0, 1.0),
+    "grad_norm": (1.0, math.inf),
+    "logprob_diff": (0.0, math.inf),
+    "nonfinite": (0.0, math.inf),
+}
 HISTORY = 50  # steps that a running mean or median goes over
 FIRST_JUDGED = 5  # values that it takes before one is held against it
 
@@ -39,8 +47,6 @@ class AlarmRule:
     action: Action = "warn"
 
     def __post_init__(self) -> None:
-        if self.limit is not None and not 0 <= self.limit < math.inf:
-            raise UserError(f"limit: {self.limit} must be at least 0 and finite")
         if self.patience is not None and self.patience < 1:
             raise UserError(f"patience: {self.patience} must be at least 1")
 
@@ -64,6 +70,16 @@ class Alarms:
     grad_norm: AlarmRule | None = field(default_factory=AlarmRule)
     logprob_diff: AlarmRule | None = field(default_factory=AlarmRule)
     nonfinite: AlarmRule | None = field(default_factory=AlarmRule)
+
+    def __post_init__(self) -> None:
+        for name, rule in self.rules().items():
+            if rule.limit is not None:
+                _check_limit(name, rule.limit)
+
+    def rules(self) -> dict[str, AlarmRule]:
+        """Those that are on."""
+        rules = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: rule for name, rule in rules.items() if rule is not None}
 
 
 @dataclass(frozen=True)
@@ -156,16 +172,16 @@ class AlarmMonitor:
     """All alarms of a run.
 
     Args:
-        alarms: the rules of the config.
+        alarms: the rules of the config; None where all are off.
 
     Attributes:
         stopped_by: names of raised alarms whose action is `stop`.
         fallback: whether the next rollouts are to be dense.
     """
 
-    def __init__(self, alarms: Alarms) -> None:
-        rules = {item.name: getattr(alarms, item.name) for item in fields(alarms)}
-        self.watches = {name: _watch(name, rule) for name, rule in rules.items() if rule is not None}
+    def __init__(self, alarms: Alarms | None) -> None:
+        rules = {} if alarms is None else alarms.rules()
+        self.watches = {name: _watch(name, rule) for name, rule in rules.items()}
 
     @property
     def stopped_by(self) -> list[str]:
@@ -198,6 +214,17 @@ class AlarmMonitor:
             watch.probe.load_state_dict(state[name]["past"])
             if not (state[name]["raised"] and watch.action == "stop"):
                 watch.raised, watch.in_a_row = state[name]["raised"], state[name]["in_a_row"]
+
+
+def _check_limit(name: str, limit: float) -> None:
+    if name in BOUNDS_BELOW:
+        low, high = BOUNDS_BELOW[name]
+        fits, words = low < limit <= high, f"above {low:g} and at most {high:g}"
+    else:
+        low, high = BOUNDS_ABOVE[name]
+        fits, words = low <= limit < high, f"at least {low:g} and " + (f"below {high:g}" if high == 1 else "finite")
+    if not fits:
+        raise UserError(f"{name}.limit {limit} must be {words}; {name}: null turns the alarm off")
 
 
 def _watch(name: str, rule: AlarmRule) -> Watch:

@@ -22,7 +22,9 @@ FOUR_PAGES = [
 
 def test_four_pages_trip_the_alarm_and_the_run_stops_with_a_save(arguments, tmp_path, capsys):
     assert sparrow_grpo.main(arguments(*FOUR_PAGES, "alarms.p5.action=stop")) == EXIT_ALARM == 3
-    errors = capsys.readouterr().err
+    printed, errors = capsys.readouterr()
+    assert "reward   0." in printed and f"picture  {tmp_path / 'run' / 'run.png'}" in printed
+    assert (tmp_path / "run" / "run.png").stat().st_size > 10_000
     assert "step 2: alarm p5: 0." in errors and "error: alarm p5 stopped the run after step 2" in errors
     rows = metrics(tmp_path / "run")
     assert [row["alarm/p5"] for row in rows] == [0.0, 1.0]
@@ -32,6 +34,11 @@ def test_four_pages_trip_the_alarm_and_the_run_stops_with_a_save(arguments, tmp_
     going_on = ["validation=null", "steps=3", "resume=auto", "alarms.p5.action=stop", "alarms.p5.limit=0.5"]
     assert sparrow_grpo.main(arguments(*going_on)) == 0
     assert metrics(tmp_path / "run")[-1]["alarm/p5"] == 0.0
+
+
+def test_all_alarms_off(grpo):
+    rows = grpo(*[override for override in FOUR_PAGES if "alarms" not in override], "steps=3", "alarms=null")
+    assert all([key for key in row if key.startswith("alarm/")] == ["alarm/fallback"] for row in rows)
 
 
 def test_several_processes_stop_together(arguments, tmp_path):

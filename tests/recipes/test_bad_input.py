@@ -86,6 +86,8 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], *words: st
         ("resume=nowhere", ["resume", "nowhere"]),
         ("aggregation.mode=mean", ["mean", "token-mean"]),
         ("correction.upper=0.5", ["upper", "0.5"]),
+        ("alarms.p5.limit=86", ["alarms", "p5.limit 86", "at most 1", "null"]),
+        ("sampling.temperature=1e-39", ["sampling.temperature", "1e-39", "1e-05"]),
     ],
 )
 def test_a_bad_value_is_named(arguments, capsys, override, words):

@@ -147,7 +147,35 @@ def test_a_run_that_was_stopped_can_go_on():
     assert [bool(raised(after, low)) for _ in range(2)] == [False, True], "and has its patience again"
 
 
-@pytest.mark.parametrize(("rule", "words"), [({"limit": -1.0}, "limit: -1.0"), ({"patience": 0}, "patience: 0")])
-def test_rules_are_checked(rule, words):
+def test_patience_is_checked():
+    with pytest.raises(UserError, match="patience: 0"):
+        AlarmRule(patience=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "words"),
+    [
+        ("p5", 86.0, "p5.limit 86.0 must be above 0 and at most 1; p5: null turns the alarm off"),
+        ("p5", 0.0, "p5.limit 0.0"),
+        ("entropy", 1.5, "entropy.limit 1.5 must be above 0 and at most 1"),
+        ("clipped_ratio", 1.0, "clipped_ratio.limit 1.0 must be at least 0 and below 1"),
+        ("grad_norm", 0.5, "grad_norm.limit 0.5 must be at least 1 and finite"),
+        ("logprob_diff", math.inf, "logprob_diff.limit inf must be at least 0 and finite"),
+        ("nonfinite", -1.0, "nonfinite.limit -1.0 must be at least 0 and finite"),
+        ("p5", math.nan, "p5.limit nan"),
+    ],
+)
+def test_a_limit_that_no_metric_could_pass_is_refused(name, limit, words):
     with pytest.raises(UserError, match=words):
-        AlarmRule(**rule)
+        Alarms(**{name: AlarmRule(limit=limit)})
+
+
+@pytest.mark.parametrize(("name", "limit"), [("p5", 1.0), ("clipped_ratio", 0.0), ("nonfinite", 0.0)])
+def test_the_ends_at_which_an_alarm_can_be_raised_are_allowed(name, limit):
+    assert raised(monitor(**{name: AlarmRule(limit=limit, patience=1)}), GOOD | dict(BAD)[name]) == {name}
+
+
+def test_null_turns_all_alarms_off():
+    alarms = AlarmMonitor(None)
+    worst = {key: math.nan for _, injected in BAD for key in injected}
+    assert alarms.step(worst) == ({"alarm/fallback": 0.0}, []) and alarms.stopped_by == []
