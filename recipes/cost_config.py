@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import NormalDist
 
 import torch
@@ -12,9 +13,17 @@ from sparrow.config import Component
 from sparrow.cost import CacheShape, Work
 from sparrow.cost_search import Criterion
 from sparrow.errors import UserError
-from sparrow.models.decoder_config import DecoderConfig
+from sparrow.models.decoder_config import DecoderConfig, read_config
 from sparrow.protocols import KVCache
 from sparrow.rates import Rates
+
+
+@dataclass(kw_only=True)
+class Shape:
+    """A model that needs no checkpoint: how schedules and calibrations call it, and its sizes."""
+
+    name: str
+    decoder: DecoderConfig
 
 
 @dataclass(kw_only=True)
@@ -78,11 +87,13 @@ class Search:
         surfaces: CSV files of one model and one selector.
         cache: the entry of `caches` whose selector and dense layers they were measured with.
         criterion: tau, and which cells count.
+        allow_foreign: report, not refuse, surfaces of another model or cache, or of which it is not known.
     """
 
     surfaces: list[str]
     cache: str
     criterion: Criterion
+    allow_foreign: bool = False
 
 
 @dataclass(kw_only=True)
@@ -91,7 +102,7 @@ class CostConfig:
 
     recipe: str = "sparrow_cost"
     output_dir: str
-    model: DecoderConfig | str  # its shape, or a Hugging Face folder, of which only config.json is read
+    model: Shape | str  # or a Hugging Face folder, of which only config.json is read
     caches: list[NamedCache]  # the one called `dense` is what the others are compared with
     contexts: list[int] = field(default_factory=lambda: [4096, 8192, 16384, 32768])
     workload: Workload
@@ -100,6 +111,26 @@ class CostConfig:
     search: Search | None = None
     device: str = "auto"
     seed: int = 0
+
+
+def named_model(cfg: CostConfig) -> tuple[str, DecoderConfig]:
+    """How schedules call the model, and its shape."""
+    if isinstance(cfg.model, Shape):
+        return cfg.model.name, cfg.model.decoder
+    return Path(cfg.model).name, read_config(Path(cfg.model))
+
+
+def check_lengths(cfg: CostConfig, decoder: DecoderConfig) -> None:
+    """UserError where a cached length is one that the engine refuses, so that nobody could ever pay what it costs."""
+    longest = decoder.max_position_embeddings
+    if max(cfg.contexts) > longest:
+        raise UserError(f"contexts: {max(cfg.contexts)} is above max_position_embeddings {longest} of the model")
+    work = cfg.workload
+    if work.prompt + work.longest > longest:
+        raise UserError(
+            f"workload: prompt {work.prompt} and longest {work.longest} are above max_position_embeddings {longest} "
+            "of the model together"
+        )
 
 
 def cache_shape(cache: KVCache) -> CacheShape:
@@ -129,7 +160,11 @@ def check(cfg: CostConfig) -> None:
         raise UserError(f"caches: names differ, and one must be called dense; there are {', '.join(names) or 'none'}")
     if not cfg.contexts or min(cfg.contexts) < 1:
         raise UserError(f"contexts: {cfg.contexts} must be cached lengths of at least 1")
-    if cfg.search is not None and cfg.search.cache not in names:
+    if cfg.search is None:
+        return
+    if cfg.search.cache not in names:
         raise UserError(f"search.cache: {cfg.search.cache!r} is not one of caches: {', '.join(names)}")
-    if cfg.search is not None and cfg.search.cache == "dense":
+    if cfg.search.cache == "dense":
         raise UserError("search.cache: a dense cache has no budget; name a sparse one")
+    if not cfg.search.surfaces:
+        raise UserError("search.surfaces: [] names no file; sparrow_calibrate writes a surface.csv")

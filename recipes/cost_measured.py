@@ -22,6 +22,7 @@ from sparrow.rates import Rates
 from sparrow.recipes.cost_config import Measured
 
 STEP_KEYS = ("cache", "backend", "batch", "context", "ms", "roof_gb_s")
+NUMBERS = ("batch", "context", "ms", "roof_gb_s", "requests", "makespan_s", "steps", "mean_rows")
 MAKESPAN_KEYS = ("cache", "backend", "requests", "lengths", "makespan_s", "steps", "mean_rows", "roof_gb_s")
 
 
@@ -82,14 +83,23 @@ def latencies(comparisons: Sequence[Comparison], costs: Mapping[str, Cost]) -> t
 
 def _read(path: Path) -> list[dict[str, Any]]:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["results"]
+        rows = list(json.loads(path.read_text(encoding="utf-8"))["results"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not a JSON file of tools/bench_rollout.py --out: {error!r}") from None
-    for row in rows:
-        wanted = MAKESPAN_KEYS if "makespan_s" in row else STEP_KEYS
-        if missing := [key for key in ("model", *wanted) if key not in row]:
-            raise UserError(f"{path}: a result lacks {', '.join(missing)}; it is of neither mode step nor makespan")
-    return list(rows)
+    for number, row in enumerate(rows):
+        _check_row(row, f"{path}: results[{number}]")
+    return rows
+
+
+def _check_row(row: Any, where: str) -> None:
+    if not isinstance(row, dict):
+        raise UserError(f"{where} is a {type(row).__name__}, not a result")
+    wanted = MAKESPAN_KEYS if "makespan_s" in row else STEP_KEYS
+    if missing := [key for key in ("model", *wanted) if key not in row]:
+        raise UserError(f"{where} lacks {', '.join(missing)}; it is of neither mode step nor makespan")
+    for key in NUMBERS:
+        if key in row and not (type(row[key]) in (int, float) and row[key] > 0):
+            raise UserError(f"{where}.{key}: {row[key]!r} must be a number above 0")
 
 
 def _compare_row(row: dict[str, Any], model: DecoderConfig, cache: CacheShape, rates: Rates, work: Work) -> Comparison:

@@ -20,13 +20,17 @@ Costs = Mapping[str, Cost]  # by cache
 
 
 def step_table(by_context: Mapping[int, Costs], rows: int, rates: Rates) -> list[str]:
-    """A line for each context: milliseconds of each cache, and the dense one's over it."""
+    """A line for each context: milliseconds of each cache, the dense one's over it, and what selection reads."""
     names = list(next(iter(by_context.values())))
-    width = max(16, *map(len, names))
-    lines = [f"a decode step of {rows} rows, ms (dense over it)", _row("context", names, width)]
+    width = max(20, *map(len, names))
+    heading = f"a decode step of {rows} rows, ms (dense over it), selection's share of the bytes"
+    lines = [heading, _row("context", names, width)]
     for context, costs in by_context.items():
         dense = costs["dense"].seconds(rates)
-        cells = [f"{cost.seconds(rates) * 1e3:.2f} ({dense / cost.seconds(rates):.2f})" for cost in costs.values()]
+        cells = [
+            f"{cost.seconds(rates) * 1e3:.2f} ({dense / cost.seconds(rates):.2f}) {cost.selection_share:6.1%}"
+            for cost in costs.values()
+        ]
         lines.append(_row(str(context), cells, width))
     return lines
 
@@ -34,8 +38,11 @@ def step_table(by_context: Mapping[int, Costs], rows: int, rates: Rates) -> list
 def rollout_table(costs: Costs, rates: Rates) -> list[str]:
     """A line for each cache: what a whole batch of rollouts costs."""
     width = max(map(len, costs))
-    heading = f"{'':{width}}  {'PFLOP':>8} {'weights TB':>10} {'KV TB':>8} {'marks TB':>8} {'s':>8} {'x time':>7}"
-    lines = [f"all rollouts; eFLOPs with I = {rates.intensity:.0f} FLOPs per element", f"{heading} {'x eFLOP':>7}"]
+    lines = [
+        f"all rollouts; eFLOPs with I = {rates.intensity:.0f} FLOPs per element; marks: what selection reads",
+        f"{'':{width}}  {'PFLOP':>8} {'weights TB':>10} {'KV TB':>8} {'marks TB':>8} {'marks':>6} "
+        f"{'s':>8} {'x time':>7} {'x eFLOP':>7}",
+    ]
     for name, cost in costs.items():
         terabytes = [
             elements * rates.element_bytes / 1e12
@@ -45,7 +52,7 @@ def rollout_table(costs: Costs, rates: Rates) -> list[str]:
         eflop = costs["dense"].eflop(rates.intensity) / cost.eflop(rates.intensity)
         lines.append(
             f"{name:{width}}  {cost.flop / 1e15:8.3g} {terabytes[0]:10.4g} {terabytes[1]:8.4g} {terabytes[2]:8.3g} "
-            f"{cost.seconds(rates):8.4g} {speedup:7.2f} {eflop:7.2f}"
+            f"{cost.selection_share:6.1%} {cost.seconds(rates):8.4g} {speedup:7.2f} {eflop:7.2f}"
         )
     return lines
 
@@ -104,7 +111,6 @@ def draw_costs(
         speedup.plot([c.context / 1024 for c in fast], [c.measured_speedup for c in fast], "o", color=colour)
     _finish(time, f"A decode step of {rows} rows, predicted (points: measured)", "ms")
     _finish(speedup, "Speed-up over dense", "dense / sparse")
-    png.parent.mkdir(parents=True, exist_ok=True)
     part = png.with_name(png.name + ".part")
     figure.savefig(part, format="png")
     part.replace(png)

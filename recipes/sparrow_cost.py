@@ -21,10 +21,10 @@ from sparrow.cost import CacheShape, Cost, rollout_cost, step_cost, token_cost
 from sparrow.cost_search import Choice, cheapest_schedule, read_surfaces
 from sparrow.errors import UserError
 from sparrow.launch import run_recipe
-from sparrow.models.decoder_config import DecoderConfig, read_config
 from sparrow.rates import measure_rates
-from sparrow.recipes.cost_config import CostConfig, Search, cache_shape, check
+from sparrow.recipes.cost_config import CostConfig, Search, cache_shape, check, check_lengths, named_model
 from sparrow.recipes.cost_measured import Comparison, compare, latencies
+from sparrow.recipes.cost_provenance import foreign_schedule, foreign_surfaces
 from sparrow.recipes.cost_report import comparison_table, draw_costs, rollout_table, search_table, step_table
 from sparrow.training import distributed
 from sparrow.training.device import resolve_device
@@ -39,14 +39,30 @@ class SparrowCost:
         self.output_dir = Path(cfg.output_dir)
 
     def setup(self) -> None:
-        """Shapes, lengths and the machine's rates."""
+        """Shapes, lengths, surfaces and the machine's rates; what cannot be used is refused before it is needed."""
         if distributed.world_size() > 1:
             raise UserError("sparrow_cost: one process is enough; leave --nproc_per_node out")
         cfg = self.cfg
-        self.model = cfg.model if isinstance(cfg.model, DecoderConfig) else read_config(Path(cfg.model))
-        self.caches = {cache.name: cache_shape(cache.kv_cache.build()) for cache in cfg.caches}
+        name, self.model = named_model(cfg)
+        check_lengths(cfg, self.model)
+        built = {cache.name: cache.kv_cache.build() for cache in cfg.caches}
+        self.caches = {cache: cache_shape(component) for cache, component in built.items()}
+        for cache, component in built.items():
+            for difference in foreign_schedule(name, component):
+                print(f"schedule of {cache}, foreign but allowed: {difference}", flush=True)
+        if cfg.search is not None:
+            self.surfaces = read_surfaces(cfg.search.surfaces)
+            for difference in foreign_surfaces(cfg.search, name, built[cfg.search.cache]):
+                print(f"surface, foreign but allowed: {difference}", flush=True)
         self.work = cfg.workload.work(cfg.seed)
+        self._make_output_dir()
         self.rates = measure_rates(resolve_device(cfg.device, None)) if cfg.rates is None else cfg.rates
+
+    def _make_output_dir(self) -> None:
+        try:
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"output_dir: {self.output_dir} cannot be made: {error.strerror}") from None
 
     def train(self) -> None:
         """The tables on standard output, and the same as cost.json and cost.png."""
@@ -80,7 +96,7 @@ class SparrowCost:
         """The cheapest schedule of each page size; UserError where no page size has one."""
         longest = len(self.work.tokens_L()) - 1
         choices, failures = [], []
-        for surface in read_surfaces(search.surfaces):
+        for surface in self.surfaces:
             bin_cost = partial(self._bin_seconds, replace(self.caches[search.cache], page_size=surface.page_size))
             try:
                 choices.append(cheapest_schedule(surface, search.criterion, longest, bin_cost))
@@ -114,7 +130,6 @@ class SparrowCost:
             "measured": [asdict(comparison) for comparison in comparisons],
             "schedules": [asdict(choice) for choice in choices],
         }
-        self.output_dir.mkdir(parents=True, exist_ok=True)
         part = self.output_dir / "cost.json.part"
         part.write_text(json.dumps(content, indent=1), encoding="utf-8")
         part.replace(self.output_dir / "cost.json")
@@ -122,7 +137,8 @@ class SparrowCost:
     def _figures(self, cost: Cost) -> dict[str, Any]:
         """The parts of a cost and what they sum to, as plain numbers."""
         parts = {name: value for name, value in vars(cost).items() if name != "steps_R"}
-        return parts | {"eflop": cost.eflop(self.rates.intensity), "seconds": cost.seconds(self.rates)}
+        sums = {"eflop": cost.eflop(self.rates.intensity), "seconds": cost.seconds(self.rates)}
+        return parts | sums | {"selection_share": cost.selection_share}
 
     def cleanup(self) -> None:
         """Nothing is held."""

@@ -126,6 +126,11 @@ class Cost:
     def elements(self) -> float:
         return self.weight_elements + self.kv_elements + self.landmark_elements
 
+    @property
+    def selection_share(self) -> float:
+        """Of the elements moved, those of landmarks, which the cache keeps in the dtype of its keys."""
+        return self.landmark_elements / self.elements if self.elements else 0.0
+
     def eflop(self, intensity: float) -> float:
         """The paper's measure: an element moved counts as `intensity` FLOPs."""
         return self.flop + intensity * self.elements

@@ -7,9 +7,10 @@ not fall with length; of all such paths through cells that hold tau, a dynamic p
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -98,33 +99,55 @@ def read_surfaces(paths: Sequence[str]) -> list[Surface]:
     for path in map(Path, paths):
         if not path.is_file():
             raise UserError(f"{path}: no such calibration surface; sparrow_calibrate writes a surface.csv")
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            if missing := [name for name in COLUMNS if name not in (reader.fieldnames or ())]:
-                raise UserError(f"{path}: column {', '.join(missing)} is missing")
-            for row in reader:
-                page_size, start, budget, cell = _parse(row, f"{path}: line {reader.line_num}")
-                if (start, budget) in cells[page_size]:
-                    raise UserError(
-                        f"{path}: line {reader.line_num}: page_size {page_size}, bin_start {start}, budget_pages "
-                        f"{budget} was there before; give the surfaces of one selector and model"
-                    )
-                cells[page_size][start, budget] = cell
+        for line, row in _rows(path):
+            page_size, start, budget, cell = _parse(row, f"{path}: line {line}")
+            if (start, budget) in cells[page_size]:
+                raise UserError(
+                    f"{path}: line {line}: page_size {page_size}, bin_start {start}, budget_pages {budget} was there "
+                    "before; give the surfaces of one selector and model"
+                )
+            cells[page_size][start, budget] = cell
     if not cells:
         raise UserError(f"{', '.join(paths)}: no rows")
     return [Surface(size, cells[size]) for size in sorted(cells)]
 
 
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """Numbers and fields of the lines after the header."""
+    data = path.read_bytes()
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise UserError(f"{path}: line {line}: not text in UTF-8: {error.reason}") from None
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    try:
+        if missing := [name for name in COLUMNS if name not in (reader.fieldnames or ())]:
+            raise UserError(f"{path}: line 1: column {', '.join(missing)} is missing")
+        for row in reader:
+            yield reader.line_num, row
+    except csv.Error as error:
+        raise UserError(f"{path}: line {reader.reader.line_num}: {error}") from None
+
+
 def _parse(row: dict[str, str], where: str) -> tuple[int, int, int, Cell]:
+    if missing := [name for name in COLUMNS if row[name] is None]:
+        raise UserError(f"{where}: {', '.join(missing)} is missing; the line is cut off")
+    if None in row:
+        raise UserError(f"{where}: more fields than the header has columns")
     try:
         page_size, start, budget, tokens = (
             int(row[name]) for name in ("page_size", "bin_start", "budget_pages", "tokens")
         )
         p5, low, high = (float(row[name]) for name in ("p5", "p5_low", "p5_high"))
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise UserError(f"{where}: {error}") from None
     if page_size < 1 or start < 0 or budget < 1:
         raise UserError(f"{where}: page_size {page_size}, bin_start {start} and budget_pages {budget} are no sizes")
+    if tokens < 0 or not all(0 <= value <= 1 for value in (p5, low, high)):
+        raise UserError(
+            f"{where}: p5 {p5}, p5_low {low} and p5_high {high} must be from 0 to 1, tokens {tokens} at least 0"
+        )
     return page_size, start, budget, Cell(p5, low, high, tokens)
 
 

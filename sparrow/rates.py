@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,10 +38,11 @@ class Rates:
 
     def __post_init__(self) -> None:
         for key in ("flop_per_s", "bytes_per_s", "element_bytes"):
-            if not getattr(self, key) > 0:
-                raise UserError(f"{key}: {getattr(self, key)} must be above 0")
-        if self.layer_us < 0 or self.selection_us < 0:
-            raise UserError(f"layer_us {self.layer_us} and selection_us {self.selection_us} must not be negative")
+            if not 0 < getattr(self, key) < math.inf:
+                raise UserError(f"{key}: {getattr(self, key)} must be above 0 and finite")
+        for key in ("layer_us", "selection_us"):
+            if not 0 <= getattr(self, key) < math.inf:
+                raise UserError(f"{key}: {getattr(self, key)} must be at least 0 and finite")
 
     @property
     def intensity(self) -> float:

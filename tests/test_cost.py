@@ -195,5 +195,5 @@ def test_sizes_below_one_are_refused():
         work([3], [0], rows=1)
     with pytest.raises(UserError, match="bytes_per_s: -1"):
         Rates(1.0, -1.0)
-    with pytest.raises(UserError, match="selection_us -2"):
+    with pytest.raises(UserError, match="selection_us: -2"):
         Rates(1.0, 1.0, selection_us=-2.0)

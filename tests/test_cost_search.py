@@ -111,6 +111,12 @@ def test_surfaces_are_read_by_page_size(tmp_path):
     [
         ("bin_start,budget_pages\n", "column page_size, p5, p5_low, p5_high, tokens is missing"),
         (HEAD, "no rows"),
+        (HEAD + "16,0,8,nan,.8,.9,100\n", "line 2: p5 nan, .* must be from 0 to 1"),
+        (HEAD + "16,0,8,1.5,.8,.9,100\n", "line 2: p5 1.5, .* must be from 0 to 1"),
+        (HEAD + "16,0,8,.8,.8,.9,-1\n", "line 2: .* tokens -1 at least 0"),
+        (HEAD + "16,0,8,.8,.8,.9,100\n16,0,9,.8,", "line 3: p5_high, tokens is missing; the line is cut off"),
+        (HEAD + "16,0,8,.8,.8,.9,100,7\n", "line 2: more fields than the header has columns"),
+        (HEAD + '16,0,8,.8,.8,.9,"100\n', "line 2: unexpected end of data"),
         (HEAD + "16,0,8,high,.8,.9,100\n", "line 2: could not convert string to float: 'high'"),
         (HEAD + "16,0,0,.8,.8,.9,100\n", "line 2: .*budget_pages 0"),
         (HEAD + "16,0,8,.8,.8,.9,100\n16,0,8,.8,.8,.9,100\n", "line 3: .*was there before"),
@@ -120,6 +126,13 @@ def test_a_bad_surface_is_refused(tmp_path, text, words):
     (tmp_path / "surface.csv").write_text(text)
     with pytest.raises(UserError, match=words):
         read_surfaces([str(tmp_path / "surface.csv")])
+
+
+def test_a_surface_that_is_no_text_is_refused(tmp_path):
+    file = tmp_path / "surface.csv"
+    file.write_bytes(HEAD.encode() + b"16,0,8,.8,.8,.9,100\n\xff\xfe\x00")
+    with pytest.raises(UserError, match=rf"{file}: line 3: not text in UTF-8"):
+        read_surfaces([str(file)])
 
 
 def test_a_missing_surface_is_refused():
