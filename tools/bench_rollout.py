@@ -42,6 +42,8 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     args.backend = args.backend or ["triton" if device.type == "cuda" else "gather"]
     try:
+        if args.out:
+            make_room(args.out)
         results = args.run(args, device)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -204,9 +206,18 @@ def _add_options(parser: argparse.ArgumentParser, mode: str, run: Callable[..., 
         parser.add_argument("--stride", type=int, default=1, help="decode steps that one stands for; 1 takes each")
 
 
+def make_room(path: Path) -> None:
+    """The folder of a result, before what goes into it takes its time."""
+    if path.is_dir():
+        raise UserError(f"--out {path}: is a folder; give a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {path}: {path.parent} cannot be made: {error.strerror}") from None
+
+
 def write_json(path: Path, content: object) -> None:
     """Written beside, then renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".part")
     temporary.write_text(json.dumps(content, indent=1))
     temporary.replace(path)

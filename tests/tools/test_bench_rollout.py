@@ -30,6 +30,15 @@ def test_makespan_writes_what_it_prints(tmp_path: Path, capsys):
     assert content["torch"] == torch.__version__ and list(out.parent.iterdir()) == [out]
 
 
+@pytest.mark.parametrize(("out", "words"), [(".", "is a folder"), ("file/deeper.json", "file cannot be made: ")])
+def test_an_output_that_cannot_be_written_shows_before_the_work(tmp_path: Path, capsys, out: str, words: str):
+    (tmp_path / "file").touch()
+    command = f"makespan {QUEUE} --requests 6 --cache dense --backend gather --out {tmp_path / out}"
+    assert bench_rollout.main(command.split()) == 2
+    printed = capsys.readouterr()
+    assert not printed.out and words in printed.err and printed.err.count("\n") == 1
+
+
 def test_cold_adds_up(capsys):
     assert bench_rollout.main(f"cold {QUEUE} --cache 64 --backend gather".split()) == 0
     assert "first tokens" in capsys.readouterr().out
