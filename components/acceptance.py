@@ -78,15 +78,15 @@ class AcceptanceTail:
         tau: float | None = None,
     ) -> None:
         if estimator not in DEFAULT_TAU:
-            raise UserError(f"estimator {estimator!r} is neither 'exact' nor 'top_k'")
+            raise UserError(f"acceptance.estimator: {estimator!r} is neither 'exact' nor 'top_k'")
         if top_k < 1 or bin_width < 1:
-            raise UserError(f"top_k {top_k} and bin_width {bin_width} must be at least 1")
+            raise UserError(f"acceptance: top_k {top_k} and bin_width {bin_width} must be at least 1")
         self.estimator = estimator
         self.top_k = top_k
         self.bin_width = bin_width
         self.tau = DEFAULT_TAU[estimator] if tau is None else tau
         if not 0 < self.tau <= 1:
-            raise UserError(f"tau {tau} must be above 0 and at most 1")
+            raise UserError(f"acceptance.tau: {tau} must be above 0 and at most 1")
 
     @property
     def needs_hidden(self) -> bool:

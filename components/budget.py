@@ -7,18 +7,22 @@ included. Shape suffix: N schedule entries.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparrow.components.schedule_file import check_pages, check_whole, read_schedule
+from sparrow.components.schedule_file import ScheduleFile, check_pages, check_whole, read_schedule
 from sparrow.errors import UserError
+from sparrow.models.identity import SAVED_AS
 from sparrow.protocols import RunSettings
 
 DEFAULT_BIN_WIDTH = 2000
 UNBOUNDED = 2**31 - 1
+_NOTED = ("tau", "weights")  # may differ from the calibration's without a refusal
 
 
 class FixedBudget:
@@ -141,10 +145,14 @@ class StepSchedule:
         allow_foreign: bool = False,
         allow_dips: bool = False,
     ) -> None:
-        if (path is None) == (pages is None):
+        if path is None and pages is None:
             raise UserError("StepSchedule: give exactly one of `path` (a schedule's name or file) and `pages`")
-        if path is not None and bin_width is not None:
-            raise UserError(f"StepSchedule: bin_width={bin_width} stands beside path={path}, which brings its own")
+        beside = {"pages": pages, "bin_width": bin_width} if path is not None else {}
+        if own := [name for name, value in beside.items() if value is not None]:
+            raise UserError(
+                f"StepSchedule: path={path} stands beside {' and '.join(own)}, and a schedule file brings its own; "
+                f"take them out, on the command line by {' '.join(f'~kv_cache.budget.{name}' for name in own)}"
+            )
         self.allow_foreign = allow_foreign
         self.where = path or "StepSchedule"
         self.provenance = None if path is None else read_schedule(path, allow_dips)
@@ -183,7 +191,8 @@ class StepSchedule:
         """Compares the settings that the schedule was calibrated for with those of the run.
 
         Returns:
-            One sentence per difference, to be printed; empty when all agree or the entries stand in the YAML.
+            One sentence per difference, to be printed; empty when all agree or the entries stand in the YAML. Another
+            tau, and other weights of the same architecture, are among them but never refused.
 
         Raises:
             UserError: a budget below the reserved pages; a difference, unless `allow_foreign`.
@@ -191,21 +200,63 @@ class StepSchedule:
         check_reserved(self.entries, run, self.where)
         if self.provenance is None:
             return []
-        made_for, ours = (
-            vars(x) | {"model": Path(x.model).name.lower(), "selector": _short_selector(x.selector)}
-            for x in (self.provenance, run)
-        )
-        differences = [
-            f"{key} is {made_for[key]!r} in the schedule, {value!r} in this run"
-            for key, value in ours.items()
-            if made_for[key] != value
-        ]
+        differences, notes = _differences(self.provenance, run), _notes(self.provenance, run)
         if differences and not self.allow_foreign:
             raise UserError(
                 f"schedule {self.where}: {'; '.join(differences)}; "
                 "calibrate one for this run, or set allow_foreign: true to use it all the same"
             )
-        return differences
+        return differences + notes
+
+
+def _differences(made_for: ScheduleFile, run: RunSettings) -> list[str]:
+    """What another P5 follows from, a sentence each."""
+    ours = vars(run) | {"model": Path(run.model).absolute().name}
+    theirs = vars(made_for)
+    return [
+        f"{key} is {theirs[key]!r} in the schedule, {ours[key]!r} in this run{_remedy(key, made_for)}"
+        for key in _compared(made_for, run)
+        if _spelt(key, theirs[key]) != _spelt(key, ours[key])
+    ]
+
+
+def _compared(made_for: ScheduleFile, run: RunSettings) -> list[str]:
+    """The keys of `RunSettings` that have to agree.
+
+    The architecture where both know it. The name as well, unless it is the one that every save has: what was trained
+    from the calibrated checkpoint is called that, and the paper's P5 curves before and after training coincide.
+    """
+    keys = [field.name for field in fields(RunSettings) if field.name not in ("architecture", *_NOTED)]
+    if made_for.architecture is None or run.architecture is None:
+        return keys
+    names = made_for.model.lower(), Path(run.model).absolute().name.lower()
+    return ["architecture", *(key for key in keys if key != "model" or SAVED_AS not in names)]
+
+
+def _notes(made_for: ScheduleFile, run: RunSettings) -> list[str]:
+    """What may well differ, but should be known."""
+    notes = []
+    if run.tau is not None and run.tau != made_for.tau:
+        notes.append(f"tau is {made_for.tau} in the schedule, {run.tau} in this run")
+    if made_for.weights and run.weights and run.weights != made_for.weights:
+        notes.append("weights are not those that the schedule was measured with: watch acceptance/p5")
+    return notes
+
+
+def _spelt(key: str, value: Any) -> Any:
+    """Comparable: `sparrow.components.selector.HeadSoftmaxSelector` and `head_softmax` are both `headsoftmax`."""
+    if key == "selector":
+        name, bracket, arguments = value.partition("(")
+        return name.rpartition(".")[2].removesuffix("Selector").replace("_", "").lower() + bracket + arguments
+    return value.lower() if key == "model" else value
+
+
+def _remedy(key: str, made_for: ScheduleFile) -> str:
+    """For the one setting that a run can take over without another rollout."""
+    if key != "estimator":
+        return ""
+    name, _, size = made_for.estimator.partition("_")
+    return f" (set acceptance.estimator: {'top_k' if size else name})"
 
 
 def check_reserved(pages: Sequence[int], run: RunSettings, where: str) -> None:
@@ -214,8 +265,3 @@ def check_reserved(pages: Sequence[int], run: RunSettings, where: str) -> None:
     if min(pages) < reserved:
         entry = pages.index(min(pages))
         raise UserError(f"{where}: pages[{entry}] is {pages[entry]}, fewer than the {reserved} sink and recent pages")
-
-
-def _short_selector(name: str) -> str:
-    """`sparrow.components.selector.HeadSoftmaxSelector`, `head_softmax` -> `headsoftmax`."""
-    return name.rpartition(".")[2].removesuffix("Selector").replace("_", "").lower()

@@ -7,6 +7,7 @@ Axes: B rows, H query heads, K KV heads, G = H / K, D head dim, T tokens, C cach
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ from sparrow.attention.pool import PagePool
 from sparrow.attention.prefill import Prefill, PrefillChunk
 from sparrow.errors import UserError
 from sparrow.models.decoder_config import DecoderConfig
-from sparrow.protocols import Attention, BudgetSchedule, RunSettings, Selector
+from sparrow.models.identity import architecture, fingerprint
+from sparrow.protocols import Attention, BudgetSchedule, KVCache, RunSettings, Selector
 
+_PROBED_HEAD_DIM = 64
 LONGEST_CHECKED = 2**20  # cached tokens; no checkpoint goes that far
 
 
@@ -50,6 +53,29 @@ def _check_reserved(budget: BudgetSchedule, sink_pages: int, recent_pages: int) 
 def _key_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
     """Bytes of one token's keys in one layer."""
     return config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+def _selector_name(selector: Selector) -> str:
+    """Its class, with the numbers and words that the instance holds: they decide what is selected as well."""
+    plain = {name: value for name, value in vars(selector).items() if isinstance(value, bool | int | float | str)}
+    arguments = ", ".join(f"{name}={value!r}" for name, value in sorted(plain.items()))
+    return type(selector).__name__ + (f"({arguments})" if arguments else "")
+
+
+def _check_landmarks(selector: Selector, page_size: int) -> None:
+    """Summarises one page, so that a selector refuses a page size now, not in the first prefill."""
+    made = selector.landmarks(torch.zeros(1, page_size, _PROBED_HEAD_DIM)).shape[-2]
+    if made != selector.landmarks_per_page:
+        raise UserError(
+            f"kv_cache.selector: {_selector_name(selector)} makes {made} landmarks of a page, and says "
+            f"landmarks_per_page {selector.landmarks_per_page}"
+        )
+
+
+def check_runs(cache: KVCache, config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """Makes a pool of one block and drops it: UserError where the cache's backend cannot run here."""
+    cache.allocate(config, 1, device, dtype)
+    cache.release()
 
 
 class DenseKVCache:
@@ -111,7 +137,7 @@ class DenseKVCache:
         """Plain causal attention."""
         return PackedCausal(lengths, device)
 
-    def check(self, model: str, temperature: float, estimator: str) -> list[str]:
+    def check(self, model: str, temperature: float, estimator: str, tau: float | None = None) -> list[str]:
         """Nothing to compare: dense attention has no schedule."""
         return []
 
@@ -151,6 +177,7 @@ class SparseKVCache:
     ) -> None:
         _check_sizes(page_size, block_size)
         _check_reserved(budget, sink_pages, recent_pages)
+        _check_landmarks(selector, page_size)
         self.page_size, self.block_size, self.backend = page_size, block_size, backend
         self.budget: BudgetSchedule | None = budget
         self.pattern = SparsePattern(budget, selector, page_size, sink_pages, recent_pages, dense_layers)
@@ -205,20 +232,26 @@ class SparseKVCache:
         """The sparsity of decode for whole sequences, differentiable."""
         return MaskedSparse(lengths, prompt_lengths, self.pattern)
 
-    def check(self, model: str, temperature: float, estimator: str) -> list[str]:
-        """What the schedule was calibrated for against this run: see `sparrow.components.budget.StepSchedule.check`."""
+    def settings(self, model: str, temperature: float, estimator: str, tau: float | None = None) -> RunSettings:
+        """All that the P5 of its budget depends on in a run of this model."""
         rule = self.pattern
-        run = RunSettings(
+        return RunSettings(
             model=model,
             page_size=rule.page_size,
-            selector=type(rule.selector).__name__,
+            selector=_selector_name(rule.selector),
             sink_pages=rule.sink_pages,
             recent_pages=rule.recent_pages,
             dense_layers=rule.dense_layers,
             temperature=float(temperature),
             estimator=estimator,
+            tau=tau,
+            architecture=architecture(Path(model)),
+            weights=fingerprint(Path(model)),
         )
-        return rule.budget.check(run)
+
+    def check(self, model: str, temperature: float, estimator: str, tau: float | None = None) -> list[str]:
+        """What the schedule was calibrated for against this run: see `sparrow.components.budget.StepSchedule.check`."""
+        return self.pattern.budget.check(self.settings(model, temperature, estimator, tau))
 
     def pages_read(self, cached_length: Tensor) -> Tensor:
         """The budget, or all pages where the sequence has no more."""

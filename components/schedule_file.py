@@ -24,7 +24,7 @@ class ScheduleFile:
     """A schedule with its provenance; the keys of the YAML file. Those that say how it was measured may be absent.
 
     `estimator` and `tau` say which P5 the entries were chosen for: "top_20" (the paper's lower bound) or "exact".
-    `landmark` is how the selector summarises a page. `source` is "released" for the paper's tables.
+    `selector` holds the selector's arguments as well, where it has some. `source` is "released" for the paper's tables.
     """
 
     model: str
@@ -34,12 +34,14 @@ class ScheduleFile:
     bin_width: int
     pages: list[int]
     selector: str
-    landmark: str
     sink_pages: int
     recent_pages: int
     dense_layers: int
     temperature: float
     source: str
+    landmark: str | None = None  # how the released tables' selector summarises a page, for the reader
+    architecture: str | None = None  # figures of the checkpoint that training does not change
+    weights: str | None = None  # fingerprint of those that it was measured with
     mode: str | None = None  # "generate" or "teacher_forced"
     prompts: int | None = None
     tokens_per_bin: list[int] | None = None  # decoded tokens that each entry rests on; 0 where none was measured
@@ -70,7 +72,7 @@ def _validated(node: dict[Any, Any], file: str, allow_dips: bool) -> ScheduleFil
         check_whole(key, node[key], file)
     for key in ("sink_pages", "recent_pages", "dense_layers"):
         check_whole(key, node[key], file, least=0)
-    for key in ("model", "selector", "landmark", "source"):
+    for key in ("model", "selector", "source"):
         if not isinstance(node[key], str) or not node[key]:
             raise UserError(f"{file}: {key} must be a name, got {node[key]!r}")
     for key, most in (("tau", 1.0), ("temperature", float("inf"))):
@@ -102,9 +104,9 @@ def _check_model(node: dict[Any, Any], file: str) -> None:
 
 def _check_measurement(node: dict[Any, Any], file: str) -> None:
     """The optional keys, where they are there."""
-    for key in ("mode", "date"):
+    for key in ("landmark", "architecture", "weights", "mode", "date"):
         if not isinstance(node.get(key, ""), str):
-            raise UserError(f"{file}: {key} must be a text, got {node[key]!r}; put a date into quotes")
+            raise UserError(f"{file}: {key} must be a text, got {node[key]!r}; put it into quotes")
     check_whole("prompts", node.get("prompts", 1), file)
     if "confidence" in node and (type(node["confidence"]) is not float or not 0 < node["confidence"] < 1):
         raise UserError(f"{file}: confidence must be a number between 0 and 1, got {node['confidence']!r}")

@@ -55,9 +55,12 @@ class RunSettings:
 
     Attributes:
         model: name or folder of the checkpoint; its last part counts, upper or lower case.
-        selector: class name or short name (`CentroidSelector`, `centroid`).
+        selector: class name or short name (`CentroidSelector`, `centroid`), with its arguments where it has some
+            (`SegmentSoftmaxSelector(landmarks_per_page=4)`).
         temperature: of the sampling.
         estimator: of the acceptance rate, "exact" or "top_20".
+        tau: that the run holds its P5 against.
+        architecture, weights: of the checkpoint (sparrow.models.identity); None where it is not there yet.
     """
 
     model: str
@@ -68,6 +71,9 @@ class RunSettings:
     dense_layers: int
     temperature: float
     estimator: str
+    tau: float | None = None
+    architecture: str | None = None
+    weights: str | None = None
 
 
 class BudgetSchedule(Protocol):
@@ -170,7 +176,7 @@ class KVCache(Protocol):
         """The same sparsity as decode for packed whole sequences, differentiable; dense over each prompt."""
         ...
 
-    def check(self, model: str, temperature: float, estimator: str) -> list[str]:
+    def check(self, model: str, temperature: float, estimator: str, tau: float | None = None) -> list[str]:
         """Differences between run and calibration of the budget, to be printed; UserError where not allowed."""
         ...
 

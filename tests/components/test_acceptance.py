@@ -207,10 +207,10 @@ def test_headline() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"estimator": "p5"}, "estimator 'p5'"),
+        ({"estimator": "p5"}, "acceptance.estimator: 'p5'"),
         ({"top_k": 0}, "top_k 0"),
         ({"bin_width": 0}, "bin_width 0"),
-        ({"tau": 86.0}, "tau 86.0 must be above 0 and at most 1"),
+        ({"tau": 86.0}, "acceptance.tau: 86.0 must be above 0 and at most 1"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:

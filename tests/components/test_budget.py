@@ -126,8 +126,11 @@ def test_fixed_budget_refuses(pages: Any) -> None:
     ("kwargs", "message"),
     [
         ({}, "exactly one of"),
-        ({"path": "qwen3-4b-0.86", "pages": [3]}, "exactly one of"),
-        ({"path": "qwen3-4b-0.86", "bin_width": 100}, "brings its own"),
+        ({"path": "qwen3-4b-0.86", "pages": [3]}, "beside pages, .* by ~kv_cache.budget.pages$"),
+        (
+            {"path": "qwen3-4b-0.86", "pages": [3], "bin_width": 100},
+            "beside pages and bin_width, .* by ~kv_cache.budget.pages ~kv_cache.budget.bin_width$",
+        ),
         ({"pages": []}, "pages is empty"),
         ({"pages": [3, 4], "bin_width": 0}, "bin_width must be a whole number"),
         ({"pages": [8, 8, 7], "bin_width": 50}, r"pages\[2\] \(from cached length 100\) is 7, below the 8"),
@@ -193,7 +196,7 @@ def test_matching_run_passes_and_each_difference_is_refused_or_listed() -> None:
         "temperature": 0.6,
         "estimator": "exact",
     }
-    assert list(others) == [field.name for field in fields(RunSettings)]
+    assert [*others, "tau", "architecture", "weights"] == [field.name for field in fields(RunSettings)]
     for key, value in others.items():
         other = replace(THE_RUN, **{key: value})
         with pytest.raises(UserError, match=f"schedule {name}: {key} is .*allow_foreign"):
@@ -201,6 +204,50 @@ def test_matching_run_passes_and_each_difference_is_refused_or_listed() -> None:
         differences = StepSchedule(name, allow_foreign=True).check(other)
         assert len(differences) == 1
         assert differences[0].startswith(f"{key} is ")
+
+
+def test_the_refusal_of_an_estimator_says_what_to_set(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"set acceptance\.estimator: top_k"):
+        StepSchedule("qwen3-4b-0.86").check(replace(THE_RUN, estimator="exact"))
+    with pytest.raises(UserError, match=r"set acceptance\.estimator: exact"):
+        StepSchedule(edited(tmp_path, estimator="exact")).check(THE_RUN)
+
+
+def test_arguments_of_a_selector_have_to_agree(tmp_path: Path) -> None:
+    selector = "SegmentSoftmaxSelector(landmarks_per_page=2)"
+    schedule = StepSchedule(edited(tmp_path, selector=selector, source="calibrated"))
+    assert schedule.check(replace(THE_RUN, selector=selector)) == []
+    with pytest.raises(UserError, match=r"selector is 'Seg.*=2\)' in the schedule, 'Seg.*=4\)' in this run"):
+        schedule.check(replace(THE_RUN, selector=selector.replace("2", "4")))
+
+
+def test_the_name_of_every_save_says_nothing_but_the_architecture_does(tmp_path: Path) -> None:
+    figures = {"architecture": "qwen3, 4 layers", "weights": "aa"}
+    for name, run_name, fits in [
+        ("model", "tiny_sft/model", True),
+        ("base", "steps/7/model", True),
+        ("model", "base", True),
+        ("base", "base-instruct", False),
+    ]:
+        schedule = StepSchedule(edited(tmp_path, model=name, source="calibrated", **figures))
+        run = replace(THE_RUN, model=run_name, **figures)
+        if not fits:
+            with pytest.raises(UserError, match="model is 'base' in the schedule, 'base-instruct' in this run"):
+                schedule.check(run)
+            continue
+        assert schedule.check(run) == []
+        with pytest.raises(UserError, match="architecture is 'qwen3, 4 layers' in the schedule, 'qwen3, 5"):
+            schedule.check(replace(run, architecture="qwen3, 5 layers"))
+    nothing_known = replace(THE_RUN, model="elsewhere/model")
+    with pytest.raises(UserError, match="model is 'base'"):
+        schedule.check(nothing_known)
+
+
+def test_another_tau_and_other_weights_are_said_and_not_refused(tmp_path: Path) -> None:
+    schedule = StepSchedule(edited(tmp_path, source="calibrated", architecture="a", weights="aa"))
+    notes = schedule.check(replace(THE_RUN, tau=0.9, architecture="a", weights="bb"))
+    assert notes[0] == "tau is 0.86 in the schedule, 0.9 in this run" and notes[1].startswith("weights are not those")
+    assert schedule.check(replace(THE_RUN, tau=0.86, architecture="a", weights="aa")) == []
 
 
 def test_names_in_a_file_may_be_spelt_as_the_checkpoint_and_the_class_are(tmp_path: Path) -> None:

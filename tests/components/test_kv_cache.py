@@ -10,8 +10,8 @@ import torch
 
 from sparrow.attention.reference import attend_reference, select_reference
 from sparrow.components.budget import FixedBudget, RatioBudget, StepSchedule
-from sparrow.components.kv_cache import DenseKVCache, SparseKVCache
-from sparrow.components.selector import CentroidSelector, QuestSelector
+from sparrow.components.kv_cache import DenseKVCache, SparseKVCache, check_runs
+from sparrow.components.selector import CentroidSelector, QuestSelector, SegmentSoftmaxSelector
 from sparrow.errors import UserError
 from sparrow.models.decoder_config import DecoderConfig
 
@@ -86,6 +86,32 @@ def test_the_released_schedule_is_held_against_the_run():
         SparseKVCache(schedule, QuestSelector()).check("/models/Qwen3-4B", 1.0, "top_20")
     allowed = StepSchedule(path="qwen3-4b-0.86", allow_foreign=True)
     assert len(SparseKVCache(allowed, QuestSelector(), page_size=32).check("/models/Qwen3-8B", 0.6, "exact")) == 5
+
+
+def test_what_a_selector_holds_is_part_of_its_name():
+    def name(selector):
+        return SparseKVCache(FixedBudget(pages=4), selector).settings("a", 1.0, "exact").selector
+
+    assert name(CentroidSelector()) == "CentroidSelector"
+    assert name(SegmentSoftmaxSelector(segments=2)) == "SegmentSoftmaxSelector(landmarks_per_page=2)"
+
+
+def test_a_selector_that_cannot_take_the_page_is_refused_at_once():
+    with pytest.raises(UserError, match=r"segments: 3 does not divide kv_cache\.page_size 16"):
+        SparseKVCache(FixedBudget(pages=4), SegmentSoftmaxSelector(segments=3))
+    lying = CentroidSelector()
+    lying.landmarks_per_page = 2
+    with pytest.raises(UserError, match="makes 1 landmarks of a page, and says landmarks_per_page 2"):
+        SparseKVCache(FixedBudget(pages=4), lying)
+
+
+def test_a_backend_that_cannot_run_here_is_refused_before_any_pool():
+    cache = SparseKVCache(FixedBudget(pages=4), CentroidSelector(), backend="triton")
+    with pytest.raises(UserError, match=r"kv_cache\.backend: triton needs a CUDA device"):
+        check_runs(cache, CONFIG, CPU, torch.float32)
+    runs = SparseKVCache(FixedBudget(pages=4), CentroidSelector())
+    check_runs(runs, CONFIG, CPU, torch.float32)
+    assert not hasattr(runs, "pool")
 
 
 @pytest.mark.parametrize("cache", [DenseKVCache(), SparseKVCache(FixedBudget(pages=4), QuestSelector())])
