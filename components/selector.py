@@ -92,7 +92,7 @@ class SegmentSoftmaxSelector:
     """Several centroids a page, one per segment of its tokens: their attention mass by head, summed over the group.
 
     With as many segments as tokens in a page the centroids are the keys, and the score is the true attention mass: the
-    oracle, for analysis only, since it reads all keys. The kernels take powers of two.
+    oracle, for analysis only, since it reads all keys.
 
     Args:
         segments: centroids per page, M; must divide the page size.
@@ -102,7 +102,11 @@ class SegmentSoftmaxSelector:
         if segments < 1:
             raise UserError(f"SegmentSoftmaxSelector.segments: {segments} must be at least 1")
         self.landmarks_per_page = segments
-        self.kernel: Literal["head_softmax"] | None = "head_softmax" if segments.bit_count() == 1 else None
+
+    @property
+    def kernel(self) -> Literal["head_softmax"] | None:
+        """The kernels take powers of two."""
+        return "head_softmax" if self.landmarks_per_page.bit_count() == 1 else None
 
     def landmarks(self, keys: Tensor) -> Tensor:
         """[..., page, D] to [..., M, D]."""

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+import inspect
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
+from sparrow.attention.pattern import SparsePattern
 from sparrow.components.acceptance import AcceptanceTail
 from sparrow.components.schedule_file import ESTIMATORS
-from sparrow.config import Component, to_yaml
+from sparrow.config import Component
 from sparrow.engine.engine import EngineConfig
 from sparrow.engine.sampler import SamplingParams
 from sparrow.errors import UserError
+from sparrow.instantiate import locate
+from sparrow.models.decoder_config import DecoderConfig
+from sparrow.models.identity import fingerprint
 from sparrow.training import distributed
 
 Mode = Literal["generate", "teacher_forced"]
 
 # With one of these changed, earlier measurements say nothing. The others choose from what was measured (tau, bins,
-# confidence, limits of a cell) or only say how it is computed, and may change between two runs into one output_dir.
+# confidence, limits of a cell), say how much (prompts) or only how it is computed, and may change between two runs into
+# one output_dir.
 MEASURED_WITH = (
-    "model",
     "data",
-    "prompts",
     "num_samples",
     "enable_thinking",
     "seed",
@@ -118,7 +122,29 @@ def _check_sampling(sampling: SamplingParams) -> None:
 def check_estimator(acceptance: AcceptanceTail) -> None:
     """A schedule file knows the paper's estimator and the exact one."""
     if acceptance.estimator_name not in ESTIMATORS:
-        raise UserError(f"acceptance.top_k: {acceptance.top_k}: schedules are made for {' or '.join(ESTIMATORS)}")
+        raise UserError(
+            f"acceptance.top_k: {acceptance.top_k}: schedules are made for {' or '.join(ESTIMATORS)}; set "
+            "acceptance.top_k: 20 or acceptance.estimator: exact"
+        )
+
+
+def check_reserved(budgets: Sequence[int], pattern: SparsePattern) -> None:
+    """A budget holds at least the pages that are always kept."""
+    reserved = pattern.sink_pages + pattern.recent_pages
+    if budgets[0] < reserved:
+        raise UserError(
+            f"budgets: {budgets[0]} pages do not hold the {pattern.sink_pages} sink and {pattern.recent_pages} recent "
+            "pages of kv_cache that are always kept"
+        )
+
+
+def check_model(config: DecoderConfig, pattern: SparsePattern) -> None:
+    """The model has sparse layers."""
+    if pattern.dense_layers >= config.num_layers:
+        raise UserError(
+            f"kv_cache.dense_layers: {pattern.dense_layers} of the model's {config.num_layers} layers leave none that "
+            "reads by budget"
+        )
 
 
 def with_budget(kv_cache: Component, budget: Component) -> Component:
@@ -131,10 +157,38 @@ def fixed_budget(pages: int) -> Component:
 
 
 def measured_with(cfg: CalibrateConfig) -> dict[str, Any]:
-    """The settings that a measurement depends on, by dotted key."""
-    flat = _flat(yaml.safe_load(to_yaml(cfg)))
+    """The settings that a measurement depends on, by dotted key, however they are spelt.
+
+    Arguments that are left out have their defaults, paths are absolute, and the checkpoint is known by its weights.
+    """
+    checkpoint = Path(cfg.model)
+    names = dict.fromkeys(key.partition(".")[0] for key in MEASURED_WITH)
+    flat = _flat({name: _plain(getattr(cfg, name)) for name in names})
     flat = {key: value for key, value in flat.items() if not key.startswith("kv_cache.budget.")}
-    return {key: flat[key] for key in flat if any(f"{key}.".startswith(f"{name}.") for name in MEASURED_WITH)}
+    wanted = {key: flat[key] for key in flat if any(f"{key}.".startswith(f"{name}.") for name in MEASURED_WITH)}
+    return {"model": f"{checkpoint.absolute().name}, weights {fingerprint(checkpoint)}", **wanted}
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON holds it."""
+    if isinstance(value, Component):
+        arguments = {**_defaults(value.path), **value.kwargs}
+        return {"_component_": value.path} | {name: _plain(argument) for name, argument in arguments.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {name: _plain(item) for name, item in vars(value).items()}
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, str) and os.sep in value and Path(value).expanduser().exists():
+        return str(Path(value).expanduser().resolve())
+    return value
+
+
+def _defaults(path: str) -> dict[str, Any]:
+    """Of a component's arguments."""
+    parameters = inspect.signature(locate(path)).parameters.values()
+    return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
 
 
 def _flat(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

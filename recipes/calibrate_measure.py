@@ -165,6 +165,19 @@ def joined_trajectories(parts: Sequence[Trajectories], num_samples: int) -> Traj
     return Trajectories([prompts[s] for s in order], lengths_S[order], torch.cat([responses[s] for s in order]))
 
 
+def some_of(trajectories: Trajectories, first: int, last: int) -> Trajectories:
+    """The sequences from number `first` to the one before `last`."""
+    ends = [0, *trajectories.lengths_S.cumsum(0).tolist()]
+    tokens_T = trajectories.tokens_T[ends[first] : ends[last]]
+    return Trajectories(trajectories.prompts[first:last], trajectories.lengths_S[first:last], tokens_T)
+
+
+def appended(first: Trajectories, second: Trajectories) -> Trajectories:
+    """The sequences of both, the first ones' before."""
+    lengths_S, tokens_T = (torch.cat([getattr(x, name) for x in (first, second)]) for name in ("lengths_S", "tokens_T"))
+    return Trajectories(first.prompts + second.prompts, lengths_S, tokens_T)
+
+
 def decoded_positions(trajectories: Trajectories) -> Measured:
     """The tokens that a re-scoring will yield, with the acceptance of dense against dense."""
     batch = share_of(trajectories, 1, 0, 1)

@@ -8,14 +8,14 @@ from sparrow.components.acceptance import TAIL, tail_quantile
 from sparrow.recipes.calibrate_surface import Cell, Measured
 
 
-def progress_line(measured: Measured, bin_width: int, estimator: str) -> str:
+def progress_line(measured: Measured, bins: range, estimator: str) -> str:
     """P5 by bin, the tokens that each rests on, and the top-k floor, without which no top-k figure is to be read."""
-    bin_N = measured.cached_length_N // bin_width
-    cells = {int(index) * bin_width: measured.alpha_N[bin_N == index] for index in bin_N.unique()}
+    bin_N = measured.cached_length_N // bins.step * bins.step
+    cells = {start: measured.alpha_N[bin_N == start] for start in bins}
     tokens = [len(alpha_N) for alpha_N in cells.values()]
-    shown = " ".join(f"{start}:{tail_quantile(alpha_N, TAIL):.3f}" for start, alpha_N in cells.items())
+    shown = " ".join(f"{start}:{tail_quantile(alpha_N, TAIL):.3f}" for start, alpha_N in cells.items() if len(alpha_N))
     floor = "" if estimator == "exact" else f"  floor {tail_quantile(measured.floor_N, TAIL):.3f}"
-    return f"P5 {shown}{floor}  {min(tokens, default=0):,} to {max(tokens, default=0):,} tokens a cell"
+    return f"P5 {shown}{floor}  {min(tokens):,} to {max(tokens):,} tokens a cell"
 
 
 def schedule_table(chosen: Sequence[Cell], page_size: int) -> list[str]:
@@ -42,10 +42,16 @@ def agreement_line(differences: Mapping[tuple[int, int], float], chosen: Sequenc
 
 
 def held_out_table(cells: Sequence[Cell], tau: float, min_tokens: int) -> list[str]:
-    """P5 of the schedule on prompts that calibration did not see, beside tau."""
-    lines = ["held-out prompts under the chosen schedule:"]
+    """P5 of the schedule on prompts that calibration did not see, and how far it is above tau."""
+    lines = [
+        f"held-out prompts under the chosen schedule, tau {tau:g}:",
+        "from    pages   P5     interval        P5 - tau  tokens",
+    ]
     for cell in cells:
-        few = f"  only {cell.tokens} tokens" if cell.tokens < min_tokens else ""
+        few = f", fewer than min_tokens {min_tokens}" if cell.tokens < min_tokens else ""
         interval = f"[{cell.low:.3f}, {cell.high:.3f}]"
-        lines.append(f"from {cell.bin_start:<6} P5 {cell.p5:.3f} {interval}  tau {cell.p5 - tau:+.3f}{few}")
+        lines.append(
+            f"{cell.bin_start:<7} {cell.budget:<7} {cell.p5:.3f}  {interval}  {cell.p5 - tau:<+8.3f}  "
+            f"{cell.tokens:,}{few}"
+        )
     return lines

@@ -9,32 +9,22 @@ from pathlib import Path
 
 import yaml
 
-from sparrow.attention.pattern import SparsePattern
-from sparrow.components.acceptance import AcceptanceTail
 from sparrow.components.schedule_file import ScheduleFile
+from sparrow.protocols import RunSettings
 from sparrow.recipes.calibrate_config import CalibrateConfig, Mode
 from sparrow.recipes.calibrate_results import write_whole
 from sparrow.recipes.calibrate_surface import Cell
 
 
 def schedule_of(
-    chosen: Sequence[Cell], mode: Mode, cfg: CalibrateConfig, acceptance: AcceptanceTail, pattern: SparsePattern
+    chosen: Sequence[Cell], mode: Mode, cfg: CalibrateConfig, bin_width: int, settings: RunSettings
 ) -> ScheduleFile:
-    """The chosen cells, one for each measured bin, as a schedule from length 0 on."""
-    unmeasured = chosen[0].bin_start // acceptance.bin_width
+    """The chosen cells, one for each measured bin, as a schedule from length 0 on for runs of these settings."""
+    unmeasured = chosen[0].bin_start // bin_width
     return ScheduleFile(
-        model=Path(cfg.model).name,
-        tau=acceptance.tau,
-        estimator=acceptance.estimator_name,
-        page_size=pattern.page_size,
-        bin_width=acceptance.bin_width,
+        **vars(settings) | {"model": Path(settings.model).absolute().name},
+        bin_width=bin_width,
         pages=[chosen[0].budget] * unmeasured + [cell.budget for cell in chosen],
-        selector=type(pattern.selector).__name__,
-        landmark=f"{pattern.selector.landmarks_per_page} a page",
-        sink_pages=pattern.sink_pages,
-        recent_pages=pattern.recent_pages,
-        dense_layers=pattern.dense_layers,
-        temperature=cfg.sampling.temperature,
         source="calibrated",
         mode=mode,
         prompts=cfg.prompts,

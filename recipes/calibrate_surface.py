@@ -4,13 +4,13 @@ The interval is a bootstrap over whole sequences. Tokens of one sequence are no 
 goes astray is bad for hundreds of tokens in a row, and an interval from resampled tokens would be several times too
 narrow.
 
-Axes: N tokens, S sequences, R resamples, V grid of acceptance rates.
+Axes: N tokens, S sequences, R resamples, V acceptance rates on the grid that occur.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -115,16 +115,32 @@ def bootstrap_interval(
     """
     member_N = sequence_N.unique(return_inverse=True)[1]
     S = int(member_N.max()) + 1
-    point_N = (alpha_N.double() * GRID).floor().long()
-    tokens_SV = torch.bincount(member_N * (GRID + 1) + point_N, minlength=S * (GRID + 1)).view(S, GRID + 1)
+    point_V, point_N = (alpha_N.double() * GRID).floor().unique(return_inverse=True)
+    V = len(point_V)
+    tokens_SV = torch.bincount(member_N * V + point_N, minlength=S * V).view(S, V)
     generator = torch.Generator().manual_seed(seed)
     drawn_RS = torch.randint(S, (resamples, S), generator=generator)
     times_RS = torch.zeros(resamples, S).scatter_add_(1, drawn_RS, torch.ones(resamples, S))
     # fp32 counts whole numbers exactly up to 16M; their running sums do not stay below it.
     below_RV = (times_RS @ tokens_SV.float()).double().cumsum(-1)
-    value_R = torch.searchsorted(below_RV, quantile * below_RV[:, -1:]).squeeze(1).double() / GRID
+    value_R = point_V[torch.searchsorted(below_RV, quantile * below_RV[:, -1:]).squeeze(1)] / GRID
     outside = (1 - confidence) / 2
     return tail_quantile(value_R, outside), min(tail_quantile(value_R, 1 - outside) + 1 / GRID, 1.0)
+
+
+def first_sequences(measured: Measured, S: int) -> Measured:
+    """The tokens of the first S sequences."""
+    kept_N = measured.sequence_N < S
+    return Measured(**{name: values_N[kept_N] for name, values_N in vars(measured).items()})
+
+
+def by_response(measured: Measured, prompt_length_S: Tensor) -> Measured:
+    """The same tokens at their position in the response, in the place of the cached length.
+
+    Args:
+        prompt_length_S: of each sequence, by its number.
+    """
+    return replace(measured, cached_length_N=measured.cached_length_N - prompt_length_S[measured.sequence_N])
 
 
 def refuse_small_cells(cells: Sequence[Cell], min_tokens: int, min_sequences: int) -> None:
@@ -143,8 +159,8 @@ def refuse_small_cells(cells: Sequence[Cell], min_tokens: int, min_sequences: in
         raise UserError(
             f"no budget is chosen from cells below min_tokens {min_tokens} or min_sequences {min_sequences}:\n"
             + "\n".join(lines)
-            + "\nmore prompts or num_samples fill them, a larger acceptance.bin_width joins them; until_length cuts "
-            "the last bins off, from_length the first"
+            + "\nmore `prompts` fill them: the same command with a larger number measures only those that are new; a "
+            "larger acceptance.bin_width joins them; until_length cuts the last bins off, from_length the first"
         )
 
 
@@ -168,8 +184,8 @@ def choose(cells: Sequence[Cell], tau: float, strict: bool = True) -> list[Cell]
             best = max(column, key=lambda cell: cell.low)
             raise UserError(
                 f"budgets: none keeps the lower bound of P5 at tau {tau:g} from cached length {start} on; the best is "
-                f"{best.budget} pages with P5 {best.p5:.3f}, at least {best.low:.3f}: add larger budgets, measure more "
-                "prompts for a narrower bound, or lower acceptance.tau"
+                f"{best.budget} pages with P5 {best.p5:.3f}, at least {best.low:.3f}: add larger ones, raise `prompts` "
+                "for a narrower bound (what is measured is kept), or lower acceptance.tau"
             )
         chosen.append(enough[0])
     return chosen

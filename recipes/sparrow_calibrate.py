@@ -5,53 +5,60 @@
 prompts -> trajectories -> acceptance rates under each budget -> P5 per bin with bootstrap bounds -> smallest budgets,
 never falling with length, whose lower bound reaches tau -> schedule.yaml, surface.csv, pictures.
 
-Budgets that are measured already are not measured again: run the same command to go on, or with other `budgets`, tau,
-bins or limits to choose anew from what is there.
+What is measured already is not measured again: run the same command to go on, with more `prompts` to measure those that
+are new, or with other `budgets`, tau, bins or limits to choose anew from what is there.
 """
 
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from sparrow.components.acceptance import AcceptanceTail
+from sparrow.components.budget import UNBOUNDED
 from sparrow.components.data import PromptData
-from sparrow.components.kv_cache import DenseKVCache, SparseKVCache
+from sparrow.components.kv_cache import SparseKVCache, check_runs
 from sparrow.config import Component
 from sparrow.errors import Interrupted, UserError
-from sparrow.launch import check_stop, run_recipe
+from sparrow.launch import run_recipe
 from sparrow.models.checkpoint import load_decoder
+from sparrow.models.decoder_config import read_config
 from sparrow.models.tokenizer import Tokenizer
-from sparrow.protocols import KVCache
 from sparrow.recipes.calibrate_config import (
     CalibrateConfig,
     Mode,
     check,
     check_estimator,
+    check_model,
+    check_reserved,
     fixed_budget,
     measured_with,
     with_budget,
 )
-from sparrow.recipes.calibrate_measure import (
-    Sampler,
-    Scorer,
-    Trajectories,
-    decoded_positions,
-    joined_trajectories,
-    share_of,
-)
+from sparrow.recipes.calibrate_measure import Sampler, Scorer, decoded_positions
 from sparrow.recipes.calibrate_picture import draw_path, draw_surface
-from sparrow.recipes.calibrate_report import agreement_line, held_out_table, progress_line, schedule_table
-from sparrow.recipes.calibrate_results import Results, write_csv, write_surface
+from sparrow.recipes.calibrate_report import agreement_line, held_out_table, schedule_table
+from sparrow.recipes.calibrate_results import Results, remove_chosen, write_csv, write_surface
 from sparrow.recipes.calibrate_schedule import schedule_of, write_schedule
-from sparrow.recipes.calibrate_surface import Cell, Measured, agreement, bins_of, cells_of, choose, refuse_small_cells
+from sparrow.recipes.calibrate_surface import (
+    Cell,
+    Measured,
+    agreement,
+    bins_of,
+    by_response,
+    cells_of,
+    choose,
+    first_sequences,
+    refuse_small_cells,
+)
+from sparrow.recipes.calibrate_sweep import Sweep
 from sparrow.recipes.sparrow_sft import ensure_warmup
-from sparrow.rollout import RolloutBatch
 from sparrow.training import distributed
 from sparrow.training.device import resolve_device
 
@@ -77,23 +84,27 @@ class SparrowCalibrate:
         wanted = cfg.prompts + cfg.held_out_prompts
         if self.data.size is not None and self.data.size < wanted:
             raise UserError(f"prompts: {wanted} with the held-out ones, the data has {self.data.size}")
-        self.caches = {budget: self._cache(fixed_budget(budget)) for budget in cfg.budgets}
-        self.page_size = self.caches[cfg.budgets[0]].page_size
-        self.results = Results(self.output_dir / "measured", measured_with(cfg))
+        self.cache = self._cache(fixed_budget(UNBOUNDED))  # for all that does not depend on the budget
+        check_reserved(cfg.budgets, self.cache.pattern)
         if cfg.warmup is not None:
             ensure_warmup(cfg.warmup, Path(cfg.model))
+        self._check_against_model()
+        results = Results(self.output_dir / "measured", measured_with(cfg))
         self.model = load_decoder(Path(cfg.model), self.device, getattr(torch, cfg.dtype))
-        self.tokenizer = Tokenizer(Path(cfg.model))
-        self.sampler = Sampler(cfg, self.data, self.model, self.tokenizer, self.acceptance.top_k)
-        self.scorer = Scorer(cfg, self.model, self.acceptance, self.device)
-        if distributed.rank() == 0:
-            self.results.start()
+        self.sampler = Sampler(cfg, self.data, self.model, Tokenizer(Path(cfg.model)), self.acceptance.top_k)
+        scorer = Scorer(cfg, self.model, self.acceptance, self.device)
+        caches = {budget: self._cache(fixed_budget(budget)) for budget in cfg.budgets}
+        self.results, self.sweep = results, Sweep(cfg, results, self.sampler, scorer, caches)
+
+    def _check_against_model(self) -> None:
+        """From its config.json alone."""
+        config = read_config(Path(self.cfg.model))
+        check_model(config, self.cache.pattern)
+        check_runs(self.cache, config, self.device, getattr(torch, self.cfg.engine.dtype or self.cfg.dtype))
 
     def _cache(self, budget: Component) -> SparseKVCache:
         cache: SparseKVCache = with_budget(self.cfg.kv_cache, budget).build()
         return cache
-
-    # The sweep
 
     def train(self) -> None:
         """Measures what is missing, then chooses."""
@@ -107,66 +118,20 @@ class SparrowCalibrate:
             self._held_out()
 
     def _sweep(self, mode: Mode) -> None:
-        """One file for each budget that has none yet."""
-        missing = [budget for budget in self.cfg.budgets if not self.results.has(mode, budget)]
-        missing = distributed.gather_objects(missing)[0]
-        if not missing:
-            return
-        measure = self._generated if mode == "generate" else self._rescored()
-        started = time.perf_counter()
-        for done, budget in enumerate(missing, start=1):
-            check_stop()
-            measured = measure(self.caches[budget])
-            if distributed.rank() == 0:
-                self.results.save(mode, budget, measured)
-                seconds = time.perf_counter() - started
-                line = progress_line(measured, self.acceptance.bin_width, self.acceptance.estimator)
-                eta = f"{seconds:.0f}s, eta {seconds / done * (len(missing) - done):.0f}s"
-                print(f"{mode}  {done}/{len(missing)}  budget {budget}  {line}  {eta}", flush=True)
-        distributed.barrier()
-
-    def _generated(self, cache: KVCache) -> Measured:
-        return self.scorer.generated(self.sampler.sample(cache, range(self.cfg.prompts), keep_hidden=True))
-
-    def _rescored(self) -> Callable[[KVCache], Measured]:
-        """Re-scores one set of dense trajectories, whose dense side is computed once for all budgets."""
-        batch = self._share(self._trajectories())
-        dense = [self.scorer.dense_hidden(micro) for micro in self.scorer.pack(batch)]
-        return lambda cache: self.scorer.rescored(batch, cache, dense)
-
-    def _share(self, trajectories: Trajectories) -> RolloutBatch:
-        return share_of(trajectories, self.cfg.num_samples, distributed.rank(), distributed.world_size())
-
-    def _trajectories(self) -> Trajectories:
-        """The saved ones, so that all budgets see the same tokens, also those of a later run."""
-        if distributed.gather_objects(self.results.load_trajectories() is None)[0]:
-            whole = self._sampled_dense(range(self.cfg.prompts))
-            if distributed.rank() == 0:
-                self.results.save_trajectories(whole)
-            distributed.barrier()
-        trajectories = self.results.load_trajectories()
-        assert trajectories is not None
-        # Each budget will have these cells: too few tokens in one shows before the sweep takes its time.
-        self._refuse_small(self._cells({self.cfg.budgets[0]: decoded_positions(trajectories)}))
-        return trajectories
-
-    def _sampled_dense(self, prompts: range) -> Trajectories:
-        """Over all ranks."""
-        started = time.perf_counter()
-        some = self.caches[self.cfg.budgets[0]]
-        batch = self.sampler.sample(DenseKVCache(some.page_size, some.block_size), prompts, keep_hidden=False)
-        mine = Trajectories(batch.prompts, batch.lengths_S, batch.tokens_T)
-        whole = joined_trajectories(distributed.gather_objects(mine), self.cfg.num_samples)
-        if distributed.rank() == 0:
-            figures = f"{len(whole.prompts)} sequences, {len(whole.tokens_T):,} tokens"
-            print(f"dense trajectories  {figures}  {time.perf_counter() - started:.0f}s", flush=True)
-        return whole
+        missing = self.sweep.missing(mode)
+        if missing and mode == "teacher_forced":
+            # Each budget will have these cells: too few tokens in one shows before the sweep takes its time.
+            tokens = decoded_positions(self.sweep.trajectories())
+            self._refuse_small(self._cells({self.cfg.budgets[0]: tokens}))
+        self.sweep.measure(mode, missing)
 
     # The choice: all ranks read the same files and take the same path, one of them writes
 
     def _choose(self) -> None:
         """The schedule, and all that is to be seen of how it came about."""
         primary, *others = self.cfg.modes
+        if distributed.rank() == 0:
+            remove_chosen(self.output_dir)
         surfaces = {mode: self._surface(mode) for mode in self.cfg.modes}
         for mode in self.cfg.modes:
             self._refuse_small(surfaces[mode])
@@ -179,19 +144,34 @@ class SparrowCalibrate:
 
     def _surface(self, mode: Mode) -> list[Cell]:
         """All cells of a mode, written and drawn before anything can be refused."""
-        cells = self._cells({budget: self.results.load(mode, budget) for budget in self.cfg.budgets})
+        cfg, width = self.cfg, self.acceptance.bin_width
+        S = cfg.prompts * cfg.num_samples
+        measured = {budget: first_sequences(self.results.load(mode, budget), S) for budget in cfg.budgets}
+        cells = self._cells(measured)
         if distributed.rank() == 0:
-            suffix = "" if mode == self.cfg.modes[0] else f"_{mode}"
-            write_surface(self.output_dir / f"surface{suffix}.csv", cells, self.page_size)
-            title = f"{Path(self.cfg.model).name}, pages of {self.page_size}, {self.acceptance.estimator_name}, {mode}"
-            picture = self.output_dir / f"p5_by_position{suffix}.png"
-            draw_surface(picture, cells, self.acceptance.bin_width, self.acceptance.tau, title)
+            suffix = "" if mode == cfg.modes[0] else f"_{mode}"
+            write_surface(self.output_dir / f"surface{suffix}.csv", cells, self.cache.page_size)
+            title = f"{Path(cfg.model).name}, pages of {self.cache.page_size}, {self.acceptance.estimator_name}, {mode}"
+            draw_surface(self.output_dir / f"p5_by_position{suffix}.png", cells, width, self.acceptance.tau, title)
+            responses = {budget: by_response(tokens, self.prompt_length_S) for budget, tokens in measured.items()}
+            bins = bins_of([tokens.cached_length_N for tokens in responses.values()], width, 0, None)
+            by_position = self._cells_in(bins, responses)
+            write_surface(self.output_dir / f"surface_by_response{suffix}.csv", by_position, self.cache.page_size)
         return cells
 
+    @cached_property
+    def prompt_length_S(self) -> Tensor:
+        """Tokens of the prompt of each sequence that is measured."""
+        lengths = [len(self.sampler.encode(number)) for number in range(self.cfg.prompts)]
+        return torch.tensor(lengths).repeat_interleave(self.cfg.num_samples)
+
     def _cells(self, measured: Mapping[int, Measured]) -> list[Cell]:
-        cfg = self.cfg
         lengths = [tokens.cached_length_N for tokens in measured.values()]
-        bins = bins_of(lengths, self.acceptance.bin_width, cfg.from_length, cfg.until_length)
+        limits = (self.cfg.from_length, self.cfg.until_length)
+        return self._cells_in(bins_of(lengths, self.acceptance.bin_width, *limits), measured)
+
+    def _cells_in(self, bins: range, measured: Mapping[int, Measured]) -> list[Cell]:
+        cfg = self.cfg
         return [
             cell
             for budget, tokens in measured.items()
@@ -204,15 +184,15 @@ class SparrowCalibrate:
     def _write_schedule(self, chosen: Sequence[Cell], mode: Mode) -> None:
         """Writes it, and reads it back as a run will: by StepSchedule, whose check must find no difference."""
         cfg, acceptance, file = self.cfg, self.acceptance, self.output_dir / "schedule.yaml"
-        pattern = self.caches[cfg.budgets[0]].pattern
-        write_schedule(file, schedule_of(chosen, mode, cfg, acceptance, pattern))
+        run = (cfg.model, cfg.sampling.temperature, acceptance.estimator_name, acceptance.tau)
+        write_schedule(file, schedule_of(chosen, mode, cfg, acceptance.bin_width, self.cache.settings(*run)))
         cache = self._scheduled()
-        differences = cache.check(cfg.model, cfg.sampling.temperature, acceptance.estimator_name)
+        differences = cache.check(*run)
         assert not differences, differences
         title = f"smallest budgets with P5 >= {acceptance.tau:g}, lower bound at {cfg.confidence:.0%}"
         layers = self.model.config.num_layers
         draw_path(self.output_dir / "path.png", chosen, cache, acceptance.bin_width, layers, title)
-        print("\n".join(["", *schedule_table(chosen, self.page_size), f"schedule  {file}"]), flush=True)
+        print("\n".join(["", *schedule_table(chosen, self.cache.page_size), f"schedule  {file}"]), flush=True)
 
     def _scheduled(self) -> SparseKVCache:
         """The cache with the schedule that was written."""
@@ -231,17 +211,13 @@ class SparrowCalibrate:
         """The chosen schedule on prompts that had no part in choosing it, in the mode that it was chosen in."""
         cfg, cache = self.cfg, self._scheduled()
         prompts = range(cfg.prompts, cfg.prompts + cfg.held_out_prompts)
-        if cfg.modes[0] == "generate":
-            measured = self.scorer.generated(self.sampler.sample(cache, prompts, keep_hidden=True))
-        else:
-            batch = self._share(self._sampled_dense(prompts))
-            measured = self.scorer.rescored(batch, cache)
+        measured = self.sweep.unseen(cfg.modes[0], cache, prompts)
         cells = [
             replace(cell, budget=int(cache.pattern.budget.pages(torch.tensor(cell.bin_start))))
             for cell in self._cells({0: measured})
         ]
         if distributed.rank() == 0:
-            write_surface(self.output_dir / "held_out.csv", cells, self.page_size)
+            write_surface(self.output_dir / "held_out.csv", cells, self.cache.page_size)
             print("\n".join(held_out_table(cells, self.acceptance.tau, cfg.min_tokens)), flush=True)
 
     def cleanup(self) -> None:

@@ -28,7 +28,7 @@ from sparrow.components.acceptance import TailTokens, alpha_top_k, top_k_floor
 from sparrow.components.aggregation import BatchTotals
 from sparrow.components.data import Example, PromptData
 from sparrow.components.distiller import Distiller
-from sparrow.components.kv_cache import DenseKVCache
+from sparrow.components.kv_cache import DenseKVCache, check_runs
 from sparrow.components.loss import LossInputs, kl_penalty
 from sparrow.components.reward import columns_per_sequence, combine_rewards
 from sparrow.config import to_yaml
@@ -114,13 +114,21 @@ class SparrowGRPO:
         self.loss, self.aggregation = cfg.loss.build(), cfg.aggregation.build()
         self.distiller: Distiller | None = cfg.distiller.build() if cfg.distiller is not None else None
         self.controller = self.cache.budget if isinstance(self.cache.budget, AdaptiveBudget) else None
-        estimator = self.acceptance.estimator_name
-        for difference in self.cache.check(cfg.model, cfg.sampling.temperature, estimator):  # raises if not allowed
-            if distributed.rank() == 0:
-                print(f"schedule, foreign but allowed: {difference}", flush=True)
+        self._schedule_differences()
+
+    def _schedule_differences(self) -> list[str]:
+        """Those that are allowed; raises where one is not."""
+        cfg, acceptance = self.cfg, self.acceptance
+        run = (cfg.model, cfg.sampling.temperature, acceptance.estimator_name, acceptance.tau)
+        differences: list[str] = self.cache.check(*run)
+        return differences
 
     def _build_around_model(self) -> None:
         cfg, eos_ids = self.cfg, self.tokenizer.eos_ids
+        dtype = getattr(torch, cfg.engine.dtype or "float32")
+        check_runs(self.cache, self.model.config, self.device, dtype)
+        # Once more, as a warm-up may have made the checkpoint only now.
+        self.schedule_differences = self._schedule_differences()
         decode, top_k = self.tokenizer.decode, self.acceptance.top_k
         self.engine = Engine(self.model, self.cache, eos_ids, cfg.engine, cfg.seed, top_k, decode)
         # The reference is what the policy starts from, also when the run is resumed.
@@ -139,6 +147,8 @@ class SparrowGRPO:
 
     def _print_start(self) -> None:
         """What goes wrong most often: sampling parameters, end of the response, the prompt as the model sees it."""
+        for difference in self.schedule_differences:
+            print(f"schedule, allowed to differ: {difference}")
         ids = self._encode(self.data.example(0))
         print(f"{self.cfg.sampling}, eos ids {self.tokenizer.eos_ids}")
         print(f"first prompt, {len(ids)} tokens: {self.tokenizer.decode(ids)!r}", flush=True)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import csv
-import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from sparrow.recipes.calibrate_measure import (
     sequence_numbers,
     share_of,
 )
+from sparrow.recipes.calibrate_report import progress_line
 from sparrow.recipes.calibrate_results import Results
 from sparrow.recipes.calibrate_surface import (
     GRID,
@@ -44,6 +45,7 @@ from sparrow.recipes.calibrate_surface import (
     refuse_small_cells,
 )
 
+SEGMENTS = "{_component_: sparrow.components.selector.SegmentSoftmaxSelector, segments: 3}"
 CONFIG = str(Path(__file__).parent / "mini_calibrate.yaml")
 
 
@@ -211,13 +213,54 @@ def test_trajectories_come_together_in_the_order_of_their_prompts() -> None:
 
 def test_other_settings_are_refused_with_the_keys_that_differ(tmp_path: Path) -> None:
     cfg = load_config(CalibrateConfig, CONFIG)
-    Results(tmp_path, measured_with(cfg)).start()
+    Results(tmp_path, measured_with(cfg))
+    Results(tmp_path, measured_with(load_config(CalibrateConfig, CONFIG, ["seed=9"])))  # nothing is measured yet
+    Results(tmp_path, measured_with(cfg)).save("generate", 4, 1, measured(torch.ones(3), torch.zeros(3)))
     chooses_only = load_config(CalibrateConfig, CONFIG, ["acceptance.tau=0.8", "acceptance.bin_width=32", "mode=both"])
     Results(tmp_path, measured_with(chooses_only))
     Results(tmp_path, measured_with(load_config(CalibrateConfig, CONFIG, ["budgets=[4]", "kv_cache.budget.pages=5"])))
+    Results(tmp_path, measured_with(load_config(CalibrateConfig, CONFIG, ["prompts=60"])))
     other = load_config(CalibrateConfig, CONFIG, ["data.nodes=6", "kv_cache.page_size=8"])
     with pytest.raises(UserError, match=r"data\.nodes: 5 then, 6 now; kv_cache\.page_size: 4 then, 8 now"):
         Results(tmp_path, measured_with(other))
+
+
+def test_other_spellings_are_the_same_settings(checkpoint: Path, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(checkpoint)
+    data = "data={_component_: sparrow.components.data.JsonlPrompts, path: %s}"
+
+    def settings(*overrides: str) -> dict:
+        return measured_with(load_config(CalibrateConfig, CONFIG, ["~data", *overrides]))
+
+    plain = settings(data % "./prompts.jsonl", f"model={checkpoint}")
+    spelt_out = ["data.prompt_key=prompt", "kv_cache.sink_pages=1", "kv_cache.backend=auto", "sampling.temperature=1"]
+    again = settings(data % (tmp_path / "prompts.jsonl"), *spelt_out, "model=./model/")
+    assert plain == again and plain["data.path"] == str(tmp_path / "prompts.jsonl")
+    assert settings(data % "./prompts.jsonl", f"model={tmp_path}")["model"] != plain["model"]
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=f"output_dir: {tmp_path}/file/measured cannot be made: Not a directory"):
+        Results(tmp_path / "file" / "measured", {})
+
+
+@pytest.mark.parametrize("content", [b"", b"not a pickle", b"PK\x03\x04"])
+def test_damaged_and_foreign_files_are_named(tmp_path: Path, content: bytes) -> None:
+    results = Results(tmp_path, {"seed": 0})
+    results.save("generate", 4, 1, measured(torch.ones(3), torch.zeros(3)))
+    assert results.prompts("generate", 4) == 1
+    torch.save({"foreign": 1}, tmp_path / "trajectories.pt")
+    with pytest.raises(UserError, match=r"trajectories\.pt is damaged or none of"):
+        results.load_trajectories()
+    (tmp_path / "generate_00004.pt").write_bytes(content)
+    with pytest.raises(UserError, match=r"generate_00004\.pt is damaged or none of"):
+        results.prompts("generate", 4)
+    (tmp_path / "settings.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"settings\.json does not say"):
+        Results(tmp_path, {"seed": 0})
 
 
 @pytest.mark.parametrize(
@@ -241,7 +284,25 @@ def test_bad_input(override: str, message: str) -> None:
 
 def test_a_budget_below_the_reserved_pages_is_an_error(calibrate: Callable[..., int], capsys) -> None:
     assert calibrate("budgets=[2,8]") == 2
-    assert "do not hold the 1 sink and 2" in capsys.readouterr().err
+    assert "error: budgets: 2 pages do not hold the 1 sink and 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("kv_cache.backend=triton", "kv_cache.backend: triton needs a CUDA device"),
+        ("kv_cache.dense_layers=3", "kv_cache.dense_layers: 3 of the model's 3 layers"),
+        (f"kv_cache.selector={SEGMENTS}", "segments: 3 does not divide"),
+        ("acceptance.tau=2.0", "acceptance.tau: 2.0 must be"),
+        ("acceptance.estimator=top_k acceptance.top_k=30", "set acceptance.top_k: 20 or"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_is_measured(
+    calibrate: Callable[..., int], tmp_path: Path, capsys, override: str, message: str
+) -> None:
+    assert calibrate(*(override.split() if " acc" in override else [override])) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.pt"))
 
 
 # The whole recipe
@@ -261,6 +322,14 @@ def test_schedule_surface_and_pictures(calibrate: Callable[..., int], tmp_path: 
     assert all(float(row["p5_low"]) <= float(row["p5"]) + 1 / GRID for row in rows)
     dense = [float(row["p5"]) for row in rows if row["budget_pages"] == "16"]
     assert min(dense) > 0.999, "16 pages of 4 hold every sequence: dense by construction"
+    by_response = list(csv.DictReader((tmp_path / "surface_by_response.csv").open()))
+    assert list(by_response[0]) == list(rows[0])
+    # The prompts are all 24 tokens: five entries of four and the question. Position 0 comes from the prefill.
+    position_N = torch.load(tmp_path / "measured" / "generate_00003.pt")["cached_length_N"] - 24
+    assert position_N.min() == 1
+    expected = {start: int((position_N // 16 * 16 == start).sum()) for start in (0, 16, 32)}
+    tokens = {int(row["bin_start"]): int(row["tokens"]) for row in by_response if row["budget_pages"] == "3"}
+    assert tokens == {start: count for start, count in expected.items() if count}
     schedule = StepSchedule(path=str(tmp_path / "schedule.yaml"))
     assert schedule.bin_width == 16 and len(schedule.entries) == 3 and schedule.entries[0] == schedule.entries[1]
     cache = SparseKVCache(schedule, HeadSoftmaxSelector(), page_size=4, block_size=16, dense_layers=1)
@@ -288,11 +357,56 @@ def test_only_missing_budgets_are_measured_again(calibrate: Callable[..., int], 
     assert "seed: 0 then, 1 now" in capsys.readouterr().err
 
 
+def test_more_prompts_are_measured_beside_those_there_are(
+    calibrate: Callable[..., int], tmp_path: Path, capsys
+) -> None:
+    wanted = ["mode=both", "budgets=[5]", "acceptance.tau=0.1", "min_tokens=20", "min_sequences=2"]
+    files = [tmp_path / "measured" / f"{mode}_00005.pt" for mode in ("generate", "teacher_forced")]
+    assert calibrate(*wanted) == 0
+    at_once = [torch.load(file) for file in files]
+    shutil.rmtree(tmp_path / "measured")
+    assert calibrate(*wanted, "prompts=25") == 0
+    surface, fewer = (tmp_path / "surface.csv").read_text(), [torch.load(file) for file in files]
+    assert calibrate(*wanted) == 0, "the last 15 beside the 25"
+    for before, grown, expected in zip(fewer, map(torch.load, files), at_once, strict=True):
+        assert (before["prompts"], grown["prompts"]) == (25, 40)
+        assert len(before["alpha_N"]) < len(grown["alpha_N"])
+        assert torch.equal(grown["sequence_N"], expected["sequence_N"])
+        torch.testing.assert_close(grown["alpha_N"], expected["alpha_N"], atol=1e-4, rtol=0)
+    capsys.readouterr()
+    assert calibrate(*wanted, "prompts=25") == 0
+    assert "1/1" not in capsys.readouterr().out, "25 of the 40 are there"
+    assert (tmp_path / "surface.csv").read_text() == surface
+
+
+def test_a_choice_that_fails_leaves_nothing_of_the_last_one(
+    calibrate: Callable[..., int], tmp_path: Path, capsys
+) -> None:
+    assert calibrate("held_out_prompts=8", "mode=both", "budgets=[3,16]") == 0
+    before = {file.name for file in tmp_path.iterdir()}
+    assert calibrate("acceptance.tau=1.0", "budgets=[3]", "mode=generate") == 2
+    assert "error: budgets: none keeps" in capsys.readouterr().err
+    left = {file.name for file in tmp_path.iterdir()}
+    assert left == {"measured", "surface.csv", "p5_by_position.png", "surface_by_response.csv"}
+    assert before - left == {
+        *("schedule.yaml", "path.png", "held_out.csv", "agreement.csv", "surface_teacher_forced.csv"),
+        *("p5_by_position_teacher_forced.png", "surface_by_response_teacher_forced.csv"),
+    }
+
+
+def test_progress_counts_the_bins_that_are_wanted() -> None:
+    tokens = measured(torch.linspace(0, 1, 40), torch.zeros(40), first_length=16)
+    line = progress_line(tokens, bins_of([tokens.cached_length_N], 16, 0, 48), "exact")
+    assert "48:" not in line and line.endswith("16 to 16 tokens a cell")
+
+
 def test_too_few_tokens_are_refused_before_the_sweep(calibrate: Callable[..., int], tmp_path: Path, capsys) -> None:
-    assert calibrate("~until_length", "min_tokens=300") == 2
+    assert calibrate("~until_length", "min_tokens=300", "budgets=[16]") == 2
     assert "tokens more" in capsys.readouterr().err
     assert not list((tmp_path / "measured").glob("teacher_forced_*.pt"))
-    assert json.loads((tmp_path / "measured" / "settings.json").read_text())["prompts"] == 40
+    # As the message advises.
+    assert calibrate("~until_length", "min_tokens=300", "budgets=[16]", "prompts=60") == 0
+    assert "20 sequences" in capsys.readouterr().out, "of the prompts that are new"
 
 
 def test_top_20_stands_beside_its_floor(calibrate: Callable[..., int], tmp_path: Path, capsys) -> None:
