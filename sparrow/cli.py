@@ -59,6 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # while torch is imported, before the recipe listens; or the second one
+        print("error: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # `tune cat NAME | head`; Python flushes stdout once more at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

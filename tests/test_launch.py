@@ -112,6 +112,17 @@ def test_a_second_ctrl_c_stops_at_once(toy: Path) -> None:
     assert process.returncode == -signal.SIGINT and "KeyboardInterrupt" in errors and "cleanup\n" in output
 
 
+def test_ctrl_c_before_the_recipe_listens_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    command, pipe = [*TUNE, "slow.py", "--config", "x"], subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=tmp_path) as process:
+        assert process.stdout is not None
+        wait_for(process.stdout, "importing")
+        process.send_signal(signal.SIGINT)
+        errors = process.communicate(timeout=60)[1]
+    assert (process.returncode, errors) == (130, "error: interrupted\n")
+
+
 def test_no_stop_is_requested_before_a_signal() -> None:
     assert not stop_requested()
 
