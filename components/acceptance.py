@@ -46,6 +46,7 @@ class TailTokens:
         cached_length_T: tokens in the KV cache when each token was sampled, int64.
         sparse_logprobs_T, dense_logprobs_T: of the sampled token, at the same temperature.
         top_k_T: the top-k estimate, where the headline is the exact one.
+        response_position_T: of each token within its response, int64.
     """
 
     alpha_T: Tensor
@@ -54,6 +55,7 @@ class TailTokens:
     sparse_logprobs_T: Tensor
     dense_logprobs_T: Tensor
     top_k_T: Tensor | None = None
+    response_position_T: Tensor | None = None
 
 
 class AcceptanceTail:
@@ -119,7 +121,8 @@ class AcceptanceTail:
         Returns:
             `acceptance/` p1, p5, p10, p50, mean, frac_below_half, kl_k1 and kl_k3, each also as
             `<name>_bin/<first cached length>` for bins that have tokens, beside tokens_bin/<same>; below_tau (1 or 0),
-            kl_k3_p95, floor_p5, floor_mean, top_k_p5 (with `top_k_T`), nonfinite. Without a token only the last.
+            kl_k3_p95, floor_p5, floor_mean, top_k_p5 (with `top_k_T`), p5_response_bin/<first position> (with
+            `response_position_T`), nonfinite. Without a token only the last.
         """
         log_ratio_T = tokens.dense_logprobs_T.double() - tokens.sparse_logprobs_T.double()
         finite_T = tokens.alpha_T.isfinite() & ~log_ratio_T.isnan()
@@ -137,7 +140,14 @@ class AcceptanceTail:
             if tokens.top_k_T is not None:
                 top_k = binned.distributions(tokens.top_k_T[finite_T], UNIT_EDGES)
                 metrics["top_k_p5"] = quantile(top_k.whole, TAIL)
+            if tokens.response_position_T is not None:
+                metrics |= self._by_response(alpha_T, tokens.response_position_T[finite_T])
         return {f"acceptance/{name}": value for name, value in metrics.items()}
+
+    def _by_response(self, alpha_T: Tensor, position_T: Tensor) -> dict[str, float]:
+        """P5 by the paper's bins, which count from the first token of the response."""
+        bins = BinnedTokens(position_T // self.bin_width).distributions(alpha_T, UNIT_EDGES).bins
+        return {f"p5_response_bin/{n * self.bin_width}": quantile(values, TAIL) for n, values in bins.items()}
 
     def _tail(self, sums_NC: Tensor, alpha: Distributions) -> dict[str, float]:
         """From sums per bin, in the order of `_MEANS`."""

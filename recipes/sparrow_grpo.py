@@ -307,7 +307,9 @@ class SparrowGRPO:
     def _acceptance_metrics(self, batch: RolloutBatch, floor_T: Tensor, top_k_T: Tensor | None) -> dict[str, float]:
         assert batch.alpha_T is not None and batch.entropy_T is not None and batch.dense_logprobs_T is not None
         logprobs = (batch.logprobs_T, batch.dense_logprobs_T)
-        tokens = TailTokens(batch.alpha_T, floor_T, batch.cached_length_T, *logprobs, top_k_T)
+        tokens = TailTokens(
+            batch.alpha_T, floor_T, batch.cached_length_T, *logprobs, top_k_T, batch.response_position_T
+        )
         metrics: dict[str, float] = self.acceptance.summary(tokens)
         return metrics | {
             "acceptance/tau": self.acceptance.tau,

@@ -123,6 +123,19 @@ def test_bins_by_brute_force() -> None:
             assert summary[f"acceptance/{name}_bin/{start}"] == pytest.approx(value, abs=1e-6), name
 
 
+def test_bins_of_the_response_by_brute_force() -> None:
+    generator = torch.Generator().manual_seed(0)
+    alpha_T, position_T = torch.rand(300, generator=generator), torch.randint(0, 35, (300,), generator=generator)
+    alpha_T[7] = torch.nan
+    summary = AcceptanceTail(bin_width=10).summary(tokens(alpha_T, response_position_T=position_T))
+    found = {key: value for key, value in summary.items() if key.startswith("acceptance/p5_response_bin/")}
+    bins = {start: alpha_T[(position_T // 10 * 10 == start) & alpha_T.isfinite()] for start in (0, 10, 20, 30)}
+    assert found == {
+        f"acceptance/p5_response_bin/{start}": pytest.approx(np.quantile(inside.double().numpy(), 0.05), abs=1e-6)
+        for start, inside in bins.items()
+    }
+
+
 def test_summary_by_hand() -> None:
     # 21 values 0, .05, ..., 1: quantile q stands at q * 20, so p5 = .05, p10 = .1, p1 = .2 * .05 = .01, p50 = .5.
     alpha_T = torch.arange(21).double() / 20

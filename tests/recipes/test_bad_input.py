@@ -6,11 +6,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
+from sparrow.components.schedule_file import read_schedule
 from sparrow.recipes import sparrow_grpo, sparrow_sft
 
 from .conftest import HERE, metrics
 
+SEGMENTS = "sparrow.components.selector.SegmentSoftmaxSelector"
 PARTS = """
 import math
 import os
@@ -74,6 +77,9 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], *words: st
         ("kv_cache.pagesize=4", ["pagesize", "page_size"]),
         ("kv_cache.page_size=5", ["block_size 16", "page_size 5"]),
         ("kv_cache.budget.pages=[2]", ["2", "sink", "recent"]),
+        ("kv_cache.backend=triton", ["kv_cache.backend", "triton", "CUDA"]),
+        ("kv_cache.selector={_component_: " + SEGMENTS + ", segments: 3}", ["segments: 3", "page_size 4"]),
+        ("kv_cache.budget.path=qwen3-4b-0.86", ["~kv_cache.budget.pages ~kv_cache.budget.bin_width"]),
         ("num_samples=1", ["num_samples", "1"]),
         ("sampling.temperature=0.0", ["sampling.temperature", "greedy"]),
         ("sampling.top_k=20", ["sampling", "top_k 20", "ratio is not 1"]),
@@ -99,6 +105,22 @@ def test_a_schedule_of_another_model(arguments, capsys):
     refused(arguments(*schedule), capsys, "qwen3-4b", "page_size", "allow_foreign")
     # Before anything expensive: the model is not even looked for.
     refused(arguments(*schedule, "model=nowhere"), capsys, "qwen3-4b", "page_size", "allow_foreign")
+
+
+def test_a_schedule_of_another_architecture_under_the_name_of_every_save(arguments, tmp_path, capsys):
+    """Both are called `model`, and so says the schedule."""
+    node = vars(read_schedule("qwen3-4b-0.86")) | {
+        "model": "model", "architecture": "qwen3, 5 layers", "weights": "aa", "source": "calibrated",
+        "page_size": 4, "selector": "head_softmax", "estimator": "exact",
+    }  # fmt: skip
+    file = tmp_path / "schedule.yaml"
+    file.write_text(yaml.safe_dump({key: value for key, value in node.items() if value is not None}))
+    schedule = ["~kv_cache.budget.pages", "~kv_cache.budget.bin_width", f"kv_cache.budget.path={file}"]
+    refused(arguments(*schedule), capsys, "architecture is 'qwen3, 5 layers' in the schedule", "3 layers of 64")
+    assert sparrow_grpo.main(arguments(*schedule, "kv_cache.budget.allow_foreign=true", "steps=1")) == 0
+    printed = capsys.readouterr().out
+    assert "allowed to differ: tau is 0.86 in the schedule, 0.91 in this run" in printed
+    assert "allowed to differ: weights are not those" in printed
 
 
 def test_a_truncated_checkpoint(arguments, checkpoint, tmp_path, capsys):

@@ -64,7 +64,7 @@ def test_what_a_step_logs(grpo):
         "acceptance/p5_bin/32", "sampling/importance_sampling_ratio/mean", "rollout_corr/kl", "rollout_corr/ess",
         "engine/logprob_diff_mean", "clip_ratio/low", "clip_ratio/high", "completions/mean_length",
         "acceptance/p10", "acceptance/kl_k1", "acceptance/kl_k3_p95", "acceptance/p10_bin/32",
-        "acceptance/kl_k3_bin/32",
+        "acceptance/kl_k3_bin/32", "acceptance/p5_response_bin/16",
         "completions/clipped_ratio", "budget/mean_pages", "reward_std", "frac_reward_zero_std", "entropy", "lr",
     ):  # fmt: skip
         assert name in row, name

@@ -108,7 +108,7 @@ for tokens in (3000, 90_000):
     # Unequal shares: the first rank has every third token, and none of the last bin.
     first_T = (torch.arange(tokens) % 3 == 0) & (length_T < 4000)
     own_T = torch.ones_like(first_T) if ranks == 1 else first_T if rank == 0 else ~first_T
-    parts = [x[own_T] for x in (alpha_T, torch.ones(tokens), length_T, sparse_T, dense_T, alpha_T / 2)]
+    parts = [x[own_T] for x in (alpha_T, torch.ones(tokens), length_T, sparse_T, dense_T, alpha_T / 2, length_T)]
     summary = AcceptanceTail().summary(TailTokens(*parts))
     controller = TailController(StepSchedule(pages=[32, 32, 64]), min_tokens=500)
     moves = controller.observe(parts[0], parts[2], 0.91)
