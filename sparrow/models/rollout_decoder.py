@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from sparrow.kernels.add_norm import add_norm
 from sparrow.kernels.linear import linear, swiglu
 from sparrow.kernels.options import LinearOptionsTable, row_tiles
-from sparrow.kernels.prefetch import prefetch
 from sparrow.models.decoder import Decoder, DecoderLayer, rotary_factors, rotate
 from sparrow.models.decoder_config import DecoderConfig
 from sparrow.protocols import Attention, HeadParameters, ProjectionAttention
