@@ -62,9 +62,14 @@ def _selector_name(selector: Selector) -> str:
     return type(selector).__name__ + (f"({arguments})" if arguments else "")
 
 
+def _landmarks_of_zeros(selector: Selector, page_size: int, dtype: torch.dtype) -> Tensor:
+    """Of one page, [1, M, D]: how many they are, and in which dtype they are kept."""
+    return selector.landmarks(torch.zeros(1, page_size, _PROBED_HEAD_DIM, dtype=dtype))
+
+
 def _check_landmarks(selector: Selector, page_size: int) -> None:
     """Summarises one page, so that a selector refuses a page size now, not in the first prefill."""
-    made = selector.landmarks(torch.zeros(1, page_size, _PROBED_HEAD_DIM)).shape[-2]
+    made = _landmarks_of_zeros(selector, page_size, torch.float32).shape[-2]
     if made != selector.landmarks_per_page:
         raise UserError(
             f"kv_cache.selector: {_selector_name(selector)} makes {made} landmarks of a page, and says "
@@ -186,8 +191,11 @@ class SparseKVCache:
         """Makes the pool of `num_blocks` blocks (and the null block), with landmarks for the sparse layers."""
         self.attention = decode_attention(self.backend, device, dtype, self.page_size, config.head_dim)
         sparse = range(self.pattern.dense_layers, config.num_layers)
-        marks = self.pattern.selector.landmarks_per_page
-        self.pool = PagePool(config, num_blocks, self.block_size, self.page_size, marks, sparse, device, dtype)
+        selector = self.pattern.selector
+        self.pool = PagePool(
+            config, num_blocks, self.block_size, self.page_size, selector.landmarks_per_page, sparse, device, dtype,
+            self._landmark_dtype(dtype),
+        )  # fmt: skip
 
     @property
     def capturable(self) -> bool:
@@ -197,7 +205,7 @@ class SparseKVCache:
     def bytes_per_token(self, config: DecoderConfig, dtype: torch.dtype) -> int:
         """Keys and values of all layers, and the sparse ones' landmarks, rounded up."""
         sparse = max(config.num_layers - self.pattern.dense_layers, 0)
-        marks = sparse * self.pattern.selector.landmarks_per_page * _key_bytes(config, dtype)
+        marks = sparse * self.pattern.selector.landmarks_per_page * _key_bytes(config, self._landmark_dtype(dtype))
         return config.num_layers * _key_bytes(config, dtype) * 2 + -(-marks // self.page_size)
 
     def release(self) -> None:
@@ -257,11 +265,20 @@ class SparseKVCache:
         """The budget, or all pages where the sequence has no more."""
         return torch.minimum(self.pattern.budget.pages(cached_length), -(-cached_length // self.page_size))
 
+    @property
+    def landmark_size(self) -> float:
+        """Of one landmark, in keys of 16 bits."""
+        return self._landmark_dtype(torch.bfloat16).itemsize / torch.bfloat16.itemsize
+
+    def _landmark_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What the selector makes of keys of this dtype."""
+        return _landmarks_of_zeros(self.pattern.selector, self.page_size, dtype).dtype
+
     def tokens_read(self, cached_length: Tensor, num_layers: int) -> Tensor:
-        """KV entries over all layers; same shape, fp32. A landmark is the size of a key: half an entry."""
+        """KV entries over all layers; same shape, fp32. A landmark of a key's 16 bits is half an entry."""
         dense = min(self.pattern.dense_layers, num_layers)
         pages = -(-cached_length // self.page_size)
         kept = torch.minimum(self.pages_read(cached_length) * self.page_size, cached_length).float()
-        landmarks = pages * self.pattern.selector.landmarks_per_page / 2
+        landmarks = pages * self.pattern.selector.landmarks_per_page * self.landmark_size / 2
         scored = torch.where(self.pattern.budget.pages(cached_length) < pages, landmarks, 0.0)
         return dense * cached_length.float() + (num_layers - dense) * (kept + scored)

@@ -96,12 +96,13 @@ class SegmentSoftmaxSelector:
 
     Args:
         segments: centroids per page, M; must divide the page size.
+        fp8: keep the centroids in 8 bits (e4m3), which halves the bytes that ranking moves; entries beyond 448 are cut.
     """
 
-    def __init__(self, segments: int = 4) -> None:
+    def __init__(self, segments: int = 4, fp8: bool = False) -> None:
         if segments < 1:
             raise UserError(f"SegmentSoftmaxSelector.segments: {segments} must be at least 1")
-        self.landmarks_per_page = segments
+        self.landmarks_per_page, self.fp8 = segments, fp8
 
     @property
     def kernel(self) -> Literal["head_softmax"] | None:
@@ -113,7 +114,12 @@ class SegmentSoftmaxSelector:
         page, segments = keys.shape[-2], self.landmarks_per_page
         if page % segments:
             raise UserError(f"SegmentSoftmaxSelector.segments: {segments} does not divide kv_cache.page_size {page}")
-        return keys.unflatten(-2, (segments, page // segments)).mean(-2)
+        parts = keys.unflatten(-2, (segments, page // segments))
+        if not self.fp8:
+            return parts.mean(-2)
+        # Rounded once; beyond its largest number the format has none but NaN.
+        largest = torch.finfo(torch.float8_e4m3fn).max
+        return parts.float().mean(-2).clamp(-largest, largest).to(torch.float8_e4m3fn)
 
     def score(self, q_BKGD: Tensor, landmarks_BKPMD: Tensor, candidates_BP: Tensor) -> Tensor:
         """[B, K, P], fp32; each row's candidates sum to G."""

@@ -149,6 +149,7 @@ def cache_shape(cache: KVCache) -> CacheShape:
         page_size=rule.page_size,
         dense_layers=rule.dense_layers,
         landmarks_per_page=rule.selector.landmarks_per_page,
+        landmark_size=cache.landmark_size,
         scores_per_head=rule.selector.kernel != "group_mean",
     )
 

@@ -31,7 +31,8 @@ class CacheShape:
         pages: total pages that a sparse layer may read at each cached length; None where all layers are dense.
         page_size: tokens per page.
         dense_layers: layers below this read everything.
-        landmarks_per_page: vectors of a key's size that are read to rank one page.
+        landmarks_per_page: vectors that are read to rank one page.
+        landmark_size: of one of them, in keys; .5 where it has half the bits.
         scores_per_head: every query head ranks for itself, instead of the group's mean query.
     """
 
@@ -39,6 +40,7 @@ class CacheShape:
     page_size: int = 16
     dense_layers: int = 2
     landmarks_per_page: int = 1
+    landmark_size: float = 1.0
     scores_per_head: bool = False
 
 
@@ -128,7 +130,7 @@ class Cost:
 
     @property
     def selection_share(self) -> float:
-        """Of the elements moved, those of landmarks, which the cache keeps in the dtype of its keys."""
+        """Of the elements moved, those of landmarks, in elements of the keys' size."""
         return self.landmark_elements / self.elements if self.elements else 0.0
 
     def eflop(self, intensity: float) -> float:
@@ -175,7 +177,7 @@ def token_cost(model: DecoderConfig, cache: CacheShape, lengths_L: Tensor) -> To
         attention_flop_L=4 * model.num_heads * model.head_dim * read_L,
         scoring_flop_L=2 * queries * model.head_dim * sparse * scored_L,
         kv_elements_L=2 * model.num_kv_heads * model.head_dim * read_L,
-        landmark_elements_L=model.num_kv_heads * model.head_dim * sparse * scored_L,
+        landmark_elements_L=model.num_kv_heads * model.head_dim * sparse * scored_L * cache.landmark_size,
     )
 
 

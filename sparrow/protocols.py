@@ -56,7 +56,7 @@ class RunSettings:
     Attributes:
         model: name or folder of the checkpoint; its last part counts, upper or lower case.
         selector: class name or short name (`CentroidSelector`, `centroid`), with its arguments where it has some
-            (`SegmentSoftmaxSelector(landmarks_per_page=4)`).
+            (`SegmentSoftmaxSelector(fp8=False, landmarks_per_page=4)`).
         temperature: of the sampling.
         estimator: of the acceptance rate, "exact" or "top_20".
         tau: that the run holds its P5 against.

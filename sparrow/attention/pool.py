@@ -17,6 +17,11 @@ from sparrow.transfer import to_host
 NULL_BLOCK = 0  # Padding rows and the unused tail of block tables point here; no sequence owns it.
 
 
+def movable(x: Tensor) -> Tensor:
+    """The tensor, or its bytes where its dtype has 8 bits: PyTorch computes with those, but indexes them nowhere."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+
+
 class PagePool:
     """Keys and values of every layer, [K, S, D] each; a slot is block * block_size + offset.
 
@@ -26,6 +31,7 @@ class PagePool:
         block_size, page_size: tokens; a block is `block_size // page_size` consecutive pages.
         landmarks_per_page: M, 0 for a pool without landmarks.
         landmark_layers: the layers that keep landmarks.
+        dtype, landmark_dtype: of keys and values, and of landmarks; the latter may have 8 bits.
     """
 
     def __init__(
@@ -38,6 +44,7 @@ class PagePool:
         landmark_layers: range,
         device: torch.device | str,
         dtype: torch.dtype,
+        landmark_dtype: torch.dtype | None = None,
     ) -> None:
         assert block_size % page_size == 0
         slots = (num_blocks + 1) * block_size
@@ -49,7 +56,9 @@ class PagePool:
         self.keys_KSD = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
         self.values_KSD = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
         marks = (config.num_kv_heads, self.num_pages, landmarks_per_page, config.head_dim)
-        self.landmarks_KPMD = {i: torch.zeros(marks, device=device, dtype=dtype) for i in landmark_layers}
+        self.landmarks_KPMD = {
+            i: torch.zeros(marks, device=device, dtype=landmark_dtype or dtype) for i in landmark_layers
+        }
 
     def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
         """Stores the keys (after RoPE) and values of T tokens."""
@@ -63,7 +72,7 @@ class PagePool:
         can become candidates.
         """
         keys = self.keys_KSD[layer].unflatten(1, (self.num_pages, self.page_size)).index_select(1, pages_N)
-        self.landmarks_KPMD[layer].index_copy_(1, pages_N, selector.landmarks(keys))
+        movable(self.landmarks_KPMD[layer]).index_copy_(1, pages_N, movable(selector.landmarks(keys)))
 
     def copy_block(self, source: int, target: int) -> None:
         """Copies one block of every layer, landmarks included."""
@@ -83,7 +92,7 @@ class PagePool:
         """Views [K, blocks, ...] of everything a block holds."""
         tensors = [*self.keys_KSD, *self.values_KSD, *self.landmarks_KPMD.values()]
         blocks = self.keys_KSD[0].shape[1] // self.block_size
-        return [x.unflatten(1, (blocks, -1)) for x in tensors]
+        return [movable(x).unflatten(1, (blocks, -1)) for x in tensors]
 
     def _index(self, blocks: Sequence[int]) -> Tensor:
         return torch.tensor(blocks, device=self.keys_KSD[0].device)

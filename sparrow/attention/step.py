@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparrow.attention.pattern import SparsePattern
-from sparrow.attention.pool import PagePool
+from sparrow.attention.pool import PagePool, movable
 from sparrow.attention.select import candidate_pages, physical_pages, select_pages
 
 
@@ -71,4 +71,5 @@ def gather_pages(x_KP: Tensor, pages_BKW: Tensor) -> Tensor:
     """Of [K, P, ...], with P the pool's pages, each row's and KV head's listed pages: [B, K, W, ...]."""
     heads_K = torch.arange(x_KP.shape[0], device=x_KP.device)
     rows = (heads_K[:, None] * x_KP.shape[1] + pages_BKW).flatten()
-    return x_KP.flatten(0, 1).index_select(0, rows).unflatten(0, pages_BKW.shape)
+    gathered = movable(x_KP).flatten(0, 1).index_select(0, rows).unflatten(0, pages_BKW.shape)
+    return gathered.view(x_KP.dtype)

@@ -47,6 +47,14 @@ def _norm_rotate(low, high, gain, cos, sin, eps, NORM: tl.constexpr, D: tl.const
 
 
 @triton.jit
+def _within(x, dtype: tl.constexpr):
+    """Cut to what 8 bits can hold, where that is the dtype: beyond 448 that format has NaN alone."""
+    if dtype == tl.float8e4nv:
+        return tl.clamp(x, -448.0, 448.0)
+    return x
+
+
+@triton.jit
 def _complete_page(
     keys, page_start, k_low, k_high, mark, M: tl.constexpr, MINMAX: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
@@ -68,8 +76,9 @@ def _complete_page(
         to_mark = mark + tl.arange(0, M)[:, None] * D + half[None, :]
         mean_low = tl.sum(tl.reshape(low.to(tl.float32), (M, segment, D // 2)), 1) / segment
         mean_high = tl.sum(tl.reshape(high.to(tl.float32), (M, segment, D // 2)), 1) / segment
-        tl.store(to_mark, mean_low.to(dtype))
-        tl.store(to_mark + D // 2, mean_high.to(dtype))
+        kept: tl.constexpr = mark.dtype.element_ty
+        tl.store(to_mark, _within(mean_low, kept).to(kept))
+        tl.store(to_mark + D // 2, _within(mean_high, kept).to(kept))
 
 
 @triton.jit

@@ -11,11 +11,11 @@ from sparrow.attention.gather import GatherDecode
 from sparrow.attention.reference import attend_reference, select_reference
 from sparrow.components.budget import FixedBudget
 from sparrow.components.kv_cache import DenseKVCache, SparseKVCache
-from sparrow.components.selector import CentroidSelector, HeadSoftmaxSelector, QuestSelector
+from sparrow.components.selector import CentroidSelector, HeadSoftmaxSelector, QuestSelector, SegmentSoftmaxSelector
 from sparrow.errors import UserError
 from sparrow.models.decoder_config import DecoderConfig
 
-SELECTORS = [CentroidSelector(), HeadSoftmaxSelector(), QuestSelector()]
+SELECTORS = [CentroidSelector(), HeadSoftmaxSelector(), QuestSelector(), SegmentSoftmaxSelector(2, fp8=True)]
 PAGE, BLOCK = 4, 16
 CONFIG = DecoderConfig(
     vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=16

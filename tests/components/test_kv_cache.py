@@ -43,6 +43,20 @@ def test_what_is_read_by_hand():
     assert DenseKVCache().tokens_read(lengths, 5).tolist() == [5, 320, 325, 800]
 
 
+def test_landmarks_of_eight_bits_are_half_in_reads_and_bytes():
+    of_16 = SparseKVCache(FixedBudget(pages=4), SegmentSoftmaxSelector(4), page_size=16, dense_layers=0)
+    of_8 = SparseKVCache(FixedBudget(pages=4), SegmentSoftmaxSelector(4, fp8=True), page_size=16, dense_layers=0)
+    # 160 tokens are 10 pages of 4 landmarks: 20 entries a sparse layer with 16 bits, 10 with 8.
+    assert of_16.tokens_read(torch.tensor(160), 5) == 5 * (64 + 20)
+    assert of_8.tokens_read(torch.tensor(160), 5) == 5 * (64 + 10)
+    kv = DenseKVCache().bytes_per_token(CONFIG, torch.bfloat16)
+    per_page = CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_dim * 4
+    assert of_16.bytes_per_token(CONFIG, torch.bfloat16) - kv == per_page * 2 // 16
+    assert of_8.bytes_per_token(CONFIG, torch.bfloat16) - kv == per_page // 16
+    of_8.allocate(CONFIG, 2, CPU, torch.bfloat16)
+    assert {marks.dtype for marks in of_8.pool.landmarks_KPMD.values()} == {torch.float8_e4m3fn}
+
+
 def test_a_model_with_fewer_layers_than_dense_ones_is_dense():
     cache = SparseKVCache(FixedBudget(pages=4), CentroidSelector(), dense_layers=9)
     assert cache.tokens_read(torch.tensor([1000]), 5).item() == 5000
@@ -93,7 +107,7 @@ def test_what_a_selector_holds_is_part_of_its_name():
         return SparseKVCache(FixedBudget(pages=4), selector).settings("a", 1.0, "exact").selector
 
     assert name(CentroidSelector()) == "CentroidSelector"
-    assert name(SegmentSoftmaxSelector(segments=2)) == "SegmentSoftmaxSelector(landmarks_per_page=2)"
+    assert name(SegmentSoftmaxSelector(segments=2)) == "SegmentSoftmaxSelector(fp8=False, landmarks_per_page=2)"
 
 
 def test_a_selector_that_cannot_take_the_page_is_refused_at_once():
@@ -114,11 +128,18 @@ def test_a_backend_that_cannot_run_here_is_refused_before_any_pool():
     assert not hasattr(runs, "pool")
 
 
-@pytest.mark.parametrize("cache", [DenseKVCache(), SparseKVCache(FixedBudget(pages=4), QuestSelector())])
+SWAPPED = [
+    DenseKVCache(),
+    SparseKVCache(FixedBudget(pages=4), QuestSelector(), dense_layers=0),
+    SparseKVCache(FixedBudget(pages=4), SegmentSoftmaxSelector(4, fp8=True), dense_layers=0),
+]
+
+
+@pytest.mark.parametrize("cache", SWAPPED)
 def test_what_is_swapped_comes_back_bit_for_bit_elsewhere(cache):
     cache.allocate(CONFIG, 9, CPU, torch.float32)
     for tensor in (*cache.pool.keys_KSD, *cache.pool.values_KSD, *cache.pool.landmarks_KPMD.values()):
-        tensor.normal_()
+        tensor.copy_(torch.randn(tensor.shape))
     before = cache.swap_out(list(range(10)))
     saved = cache.swap_out([7, 2, 5])
     cache.swap_in(saved, [1, 9, 2])

@@ -91,7 +91,30 @@ def test_the_window_is_the_newest_pages():
     assert torch.equal(selector.score(q, landmarks, candidates), torch.arange(6.0).expand(B, K, P))
 
 
-SELECTORS = [CentroidSelector(), HeadSoftmaxSelector(), HeadMaxSelector(), QuestSelector(), SegmentSoftmaxSelector(2)]
+def test_eight_bits_round_once_and_never_overflow():
+    keys = torch.tensor([1.0, 1.0625, 500.0, -1e6])[:, None].expand(4, 2).contiguous()  # a page of 4, two equal entries
+    made = SegmentSoftmaxSelector(4, fp8=True).landmarks(keys)
+    assert made.dtype == torch.float8_e4m3fn
+    assert made.float()[:, 0].tolist() == [1.0, 1.0, 448.0, -448.0]  # 1.0625 lies half way, ties go to the even one
+    halves = SegmentSoftmaxSelector(2, fp8=True).landmarks(torch.tensor([[1.0], [1.25], [3.0], [5.0]]).bfloat16())
+    assert halves.float()[:, 0].tolist() == [1.125, 4.0]
+
+
+def test_eight_bits_rank_nearly_as_sixteen():
+    q, keys, candidates = sample()
+    fine, coarse = SegmentSoftmaxSelector(2), SegmentSoftmaxSelector(2, fp8=True)
+    a, b = (s.score(q, s.landmarks(keys), candidates) for s in (fine, coarse))
+    assert 0 < (a - b).abs().max() < 0.1 * a.max()
+
+
+SELECTORS = [
+    CentroidSelector(),
+    HeadSoftmaxSelector(),
+    HeadMaxSelector(),
+    QuestSelector(),
+    SegmentSoftmaxSelector(2),
+    SegmentSoftmaxSelector(2, fp8=True),
+]
 
 
 @pytest.mark.parametrize("selector", SELECTORS)

@@ -34,8 +34,9 @@ SELECTORS = [
     QuestSelector(),
     SegmentSoftmaxSelector(2),
     SegmentSoftmaxSelector(16),
+    SegmentSoftmaxSelector(4, fp8=True),
 ]
-NAMES = [f"{type(s).__name__}-{s.landmarks_per_page}" for s in SELECTORS]
+NAMES = ["centroid", "softmax", "max", "quest", "halves", "oracle", "fp8"]
 PAGE, BLOCK, K, D, BLOCKS = 16, 128, 2, 32, 9
 PAGES = BLOCKS * BLOCK // PAGE  # 72: the score kernel takes two programs for them
 # Within the budget, at page edges, at block edges, at an edge of the schedule, and the longest.
@@ -50,7 +51,8 @@ def filled(group: int, selector, device, randn, equal: bool = False) -> PagePool
         vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=K * group, num_kv_heads=K, head_dim=D
     )
     blocks = BLOCKS * len(LENGTHS)
-    pool = PagePool(config, blocks, BLOCK, PAGE, selector.landmarks_per_page, range(1), device, torch.float32)
+    marks, kept = selector.landmarks_per_page, selector.landmarks(torch.zeros(1, PAGE, D)).dtype
+    pool = PagePool(config, blocks, BLOCK, PAGE, marks, range(1), device, torch.float32, kept)
     pool.keys_KSD[0].copy_(randn(D).expand_as(pool.keys_KSD[0]) if equal else randn(*pool.keys_KSD[0].shape))
     pool.update_landmarks(0, torch.arange(pool.num_pages, device=device), selector)
     return pool
