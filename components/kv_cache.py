@@ -20,6 +20,7 @@ from sparrow.attention.packed import PackedCausal
 from sparrow.attention.pattern import SparsePattern
 from sparrow.attention.pool import PagePool
 from sparrow.attention.prefill import Prefill, PrefillChunk
+from sparrow.components.selector import HeadSoftmaxSelector
 from sparrow.errors import UserError
 from sparrow.models.decoder_config import DecoderConfig
 from sparrow.models.identity import architecture, fingerprint
@@ -162,7 +163,8 @@ class SparseKVCache:
 
     Args:
         budget: total pages as a function of the cached length.
-        selector: how pages are summarised and ranked.
+        selector: how pages are summarised and ranked; `HeadSoftmaxSelector` by default. The paper's, which its schedules
+            hold for, is `CentroidSelector`.
         page_size, block_size: tokens per page and per block; the paper's page is 16.
         sink_pages, recent_pages: always kept; the open page is the last of the recent ones.
         dense_layers: layers below this attend to everything.
@@ -172,7 +174,7 @@ class SparseKVCache:
     def __init__(
         self,
         budget: BudgetSchedule,
-        selector: Selector,
+        selector: Selector | None = None,
         page_size: int = 16,
         block_size: int = 128,
         sink_pages: int = 1,
@@ -180,6 +182,7 @@ class SparseKVCache:
         dense_layers: int = 2,
         backend: Backend = "auto",
     ) -> None:
+        selector = selector or HeadSoftmaxSelector()
         _check_sizes(page_size, block_size)
         _check_reserved(budget, sink_pages, recent_pages)
         _check_landmarks(selector, page_size)

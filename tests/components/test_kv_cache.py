@@ -11,7 +11,7 @@ import torch
 from sparrow.attention.reference import attend_reference, select_reference
 from sparrow.components.budget import FixedBudget, RatioBudget, StepSchedule
 from sparrow.components.kv_cache import DenseKVCache, SparseKVCache, check_runs
-from sparrow.components.selector import CentroidSelector, QuestSelector, SegmentSoftmaxSelector
+from sparrow.components.selector import CentroidSelector, HeadSoftmaxSelector, QuestSelector, SegmentSoftmaxSelector
 from sparrow.errors import UserError
 from sparrow.models.decoder_config import DecoderConfig
 
@@ -149,6 +149,13 @@ def test_what_is_swapped_comes_back_bit_for_bit_elsewhere(cache):
         assert all(torch.equal(new[:, block], old[:, moved.get(block, block)]) for block in range(10))
     cache.pool.keys_KSD[1].zero_()
     assert all(torch.equal(x, y) for x, y in zip(saved, [old[:, [7, 2, 5]] for old in before], strict=True))
+
+
+def test_without_a_selector_the_released_schedules_do_not_fit():
+    cache = SparseKVCache(StepSchedule("qwen3-4b-0.86"))
+    assert isinstance(cache.pattern.selector, HeadSoftmaxSelector)
+    with pytest.raises(UserError, match="selector is 'centroid' in the schedule"):
+        cache.check("/models/Qwen3-4B", 1.0, "top_20")
 
 
 def test_pages_blocks_and_schedule_at_their_edges():
