@@ -163,8 +163,8 @@ class SparseKVCache:
 
     Args:
         budget: total pages as a function of the cached length.
-        selector: how pages are summarised and ranked; `HeadSoftmaxSelector` by default. The paper's, which its schedules
-            hold for, is `CentroidSelector`.
+        selector: how pages are summarised and ranked; `HeadSoftmaxSelector` by default. The paper's schedules hold for
+            `CentroidSelector`.
         page_size, block_size: tokens per page and per block; the paper's page is 16.
         sink_pages, recent_pages: always kept; the open page is the last of the recent ones.
         dense_layers: layers below this attend to everything.
