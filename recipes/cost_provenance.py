@@ -53,7 +53,7 @@ def _differences(surface: Path, model: str, cache: SparseKVCache) -> list[str]:
     defaults = signature(SparseKVCache).parameters
     theirs = {key: settings.get(f"kv_cache.{key}", defaults[key].default) for key in _SIZES}
     theirs["selector"] = str(settings.get("kv_cache.selector._component_")).rpartition(".")[2]
-    theirs["model"] = Path(str(settings.get("model"))).name.lower()
+    theirs["model"] = str(settings.get("model")).partition(", weights ")[0].lower()  # the cost asks for the shape alone
     ours = {key: getattr(rule, key) for key in _SIZES}
     ours |= {"selector": type(rule.selector).__name__, "model": Path(model).name.lower()}
     return [

@@ -115,7 +115,9 @@ def test_a_second_ctrl_c_stops_at_once(toy: Path) -> None:
 def test_ctrl_c_before_the_recipe_listens_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
     command, pipe = [*TUNE, "slow.py", "--config", "x"], subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=tmp_path) as process:
+    # A shell starts what it puts in the background with SIGINT ignored, and this test may run there.
+    heed = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler)}
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=tmp_path, **heed) as process:
         assert process.stdout is not None
         wait_for(process.stdout, "importing")
         process.send_signal(signal.SIGINT)

@@ -29,7 +29,7 @@ def test_a_file_of_ten_lines_is_a_selector(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))  # the working directory is put on it
     source = shown("python")
-    assert len(source.splitlines()) == 10
+    assert len(source.splitlines()) <= 10
     Path("my_selector.py").write_text(source)
     config = yaml.safe_load(shown("yaml")) | {"base": str(HERE / "mini.yaml"), "model": str(checkpoint)}
     Path("mine.yaml").write_text(yaml.safe_dump(config | {"output_dir": "run"}))
