@@ -29,7 +29,7 @@ from sparrow.errors import Interrupted, UserError
 from sparrow.launch import run_recipe
 from sparrow.models.checkpoint import load_decoder
 from sparrow.models.decoder_config import read_config
-from sparrow.models.tokenizer import Tokenizer
+from sparrow.models.tokenizer import tokenizer_of_model
 from sparrow.recipes.calibrate_config import (
     CalibrateConfig,
     Mode,
@@ -90,8 +90,9 @@ class SparrowCalibrate:
             ensure_warmup(cfg.warmup, Path(cfg.model))
         self._check_against_model()
         results = Results(self.output_dir / "measured", measured_with(cfg))
+        tokenizer = tokenizer_of_model(cfg.model)
         self.model = load_decoder(Path(cfg.model), self.device, getattr(torch, cfg.dtype))
-        self.sampler = Sampler(cfg, self.data, self.model, Tokenizer(Path(cfg.model)), self.acceptance.top_k)
+        self.sampler = Sampler(cfg, self.data, self.model, tokenizer, self.acceptance.top_k)
         scorer = Scorer(cfg, self.model, self.acceptance, self.device)
         caches = {budget: self._cache(fixed_budget(budget)) for budget in cfg.budgets}
         self.results, self.sweep = results, Sweep(cfg, results, self.sampler, scorer, caches)

@@ -37,7 +37,7 @@ from sparrow.errors import AlarmStop, Interrupted, UserError
 from sparrow.launch import check_stop, run_recipe, stop_requested
 from sparrow.models.checkpoint import load_decoder, save_decoder
 from sparrow.models.decoder import Decoder
-from sparrow.models.tokenizer import Tokenizer
+from sparrow.models.tokenizer import tokenizer_of_model
 from sparrow.protocols import AdaptiveBudget
 from sparrow.recipes.grpo_config import GRPOConfig, Validation, check
 from sparrow.recipes.grpo_minibatches import Minibatch, combine_metrics, split_minibatches
@@ -82,8 +82,8 @@ class SparrowGRPO:
         if save is None and cfg.warmup is not None:
             ensure_warmup(cfg.warmup, Path(cfg.model))
         source = Path(cfg.model) if save is None else save / "model"
+        self.tokenizer = tokenizer_of_model(source)  # before the weights, which take their time
         self.model = load_decoder(source, self.device, torch.float32)
-        self.tokenizer = Tokenizer(source)
         self._build_around_model()
         if save is not None:
             self._load_state(save)

@@ -31,7 +31,7 @@ from sparrow.models.char_tokenizer import build_char_tokenizer
 from sparrow.models.checkpoint import load_decoder, save_decoder
 from sparrow.models.decoder import Decoder, InitOptions
 from sparrow.models.decoder_config import DecoderConfig
-from sparrow.models.tokenizer import Tokenizer
+from sparrow.models.tokenizer import Tokenizer, tokenizer_of_model
 from sparrow.training import distributed
 from sparrow.training.device import resolve_device
 from sparrow.training.learning_rate import LearningRate
@@ -175,7 +175,8 @@ class SparrowSFT:
 
     def _load(self) -> tuple[Decoder, Tokenizer]:
         assert self.cfg.model is not None
-        return load_decoder(self.cfg.model, self.device, torch.float32), Tokenizer(self.cfg.model)
+        tokenizer = tokenizer_of_model(self.cfg.model)
+        return load_decoder(self.cfg.model, self.device, torch.float32), tokenizer
 
     def _draw(self, fresh: FreshModel) -> tuple[Decoder, Tokenizer]:
         folder = self.output_dir / "tokenizer"

@@ -22,6 +22,7 @@ from sparrow.models.decoder_config import DecoderConfig, read_config, read_json,
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_SHARDS = "model-*-of-*.safetensors"
 _COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -35,6 +36,7 @@ _COMPANIONS = (
     "generation_config.json",
 )
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+MAX_SHARD_BYTES = 5_000_000_000  # Hugging Face's own limit for years
 _FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 _SHOWN_PROBLEMS = 4
 
@@ -51,9 +53,12 @@ class _StoredTensor:
 def load_decoder(path: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:
     """Loads a Qwen3, Qwen2.5 or Llama checkpoint, one tensor at a time.
 
+    Every file's header is checked before the first tensor is read. Beside the weights, one tensor of the file is in
+    memory at a time.
+
     Args:
         path: Hugging Face folder with config.json and model.safetensors, single or sharded with its index.
-        device: where the weights go; memory use on the host stays at one tensor when it is not the CPU.
+        device: where the weights go.
         dtype: what the weights are converted to.
 
     Raises:
@@ -72,13 +77,19 @@ def load_decoder(path: Path | str, device: torch.device | str = "cpu", dtype: to
     return model
 
 
-def save_decoder(model: Decoder, path: Path | str, source: Path | str | None) -> None:
+def save_decoder(
+    model: Decoder, path: Path | str, source: Path | str | None, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
     """Writes a folder that transformers' AutoModelForCausalLM and `load_decoder` read; see `save_weights`."""
-    save_weights(plain_state_dict(model), model.config, path, source)
+    save_weights(plain_state_dict(model), model.config, path, source, max_shard_bytes)
 
 
 def save_weights(
-    state: Mapping[str, Tensor], config: DecoderConfig, path: Path | str, source: Path | str | None
+    state: Mapping[str, Tensor],
+    config: DecoderConfig,
+    path: Path | str,
+    source: Path | str | None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Writes weights under plain names, config.json, and what `source` has of tokenizer and generation files.
 
@@ -86,20 +97,29 @@ def save_weights(
 
     Args:
         state: full (unsharded) tensors as `plain_state_dict` names them, saved in the dtype they have.
-        path: folder, made if need be; files of the same names are replaced.
+        path: folder, made if need be; weights that are there are replaced.
         source: folder the model came from, or a fresh model's tokenizer folder; None copies nothing.
+        max_shard_bytes: above it, the weights stand in several files of at most this size with an index; from a GPU,
+            the tensors of one file are copied to the host at a time. A larger tensor has a file of its own.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     token_ids = _token_ids(Path(source)) if source is not None else {}
     if source is not None:
         _copy_companions(Path(source), folder)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    hf_config = to_huggingface(config, tensors[_EMBEDDING].dtype, token_ids)
-    _write_then_rename(folder / "config.json", lambda file: file.write_text(json.dumps(hf_config, indent=2) + "\n"))
-    _write_then_rename(folder / _WEIGHTS, lambda file: save_file(tensors, file, metadata={"format": "pt"}))
-    # safetensors makes its files readable by their owner only, whatever the umask.
-    shutil.copymode(folder / "config.json", folder / _WEIGHTS)
+    _write_json(folder / "config.json", to_huggingface(config, state[_EMBEDDING].dtype, token_ids))
+    shards = _shards(state, max_shard_bytes)
+    for file, names in shards.items():
+        _write_then_rename(folder / file, partial(_save_tensors, {name: state[name] for name in names}))
+        # safetensors makes its files readable by their owner only, whatever the umask.
+        shutil.copymode(folder / "config.json", folder / file)
+    if len(shards) > 1:
+        weight_map = {name: file for file, names in shards.items() for name in names}
+        total = sum(tensor.nbytes for tensor in state.values())
+        _write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    written = {*shards, *([_INDEX] if len(shards) > 1 else [])}
+    for stale in {_WEIGHTS, _INDEX, *(file.name for file in folder.glob(_SHARDS))} - written:
+        (folder / stale).unlink(missing_ok=True)
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -116,27 +136,55 @@ def plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return plain
 
 
+def _shards(state: Mapping[str, Tensor], max_bytes: int) -> dict[str, list[str]]:
+    """File names, and the tensors of each: in the order of the state, filled up to the limit."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in state.items():
+        if groups[-1] and size + tensor.nbytes > max_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += tensor.nbytes
+    if len(groups) == 1:
+        return {_WEIGHTS: groups[0]}
+    return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups, start=1)}
+
+
+def _save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+    on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(on_host, file, metadata={"format": "pt"})
+
+
 def _stored_tensors(folder: Path) -> dict[str, _StoredTensor]:
+    weight_map = _weight_map(folder)
     stored = {}
-    for file in _weight_files(folder):
+    for file in [folder / name for name in sorted(set(weight_map.values()))] or [folder / _WEIGHTS]:
         with _open(file) as weights:
             for name in weights.keys():  # noqa: SIM118 (not a mapping)
                 if not name.endswith("rotary_emb.inv_freq"):  # old Llama checkpoints store what RoPE recomputes
                     header = weights.get_slice(name)
                     stored[name] = _StoredTensor(file, tuple(header.get_shape()), header.get_dtype())
+    for name, shard in weight_map.items():
+        if name not in stored and not name.endswith("rotary_emb.inv_freq"):
+            raise UserError(f"{folder / shard} has no tensor {name}, which {_INDEX} says it holds")
     return stored
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def _weight_map(folder: Path) -> dict[str, str]:
+    """File of each tensor by the index; empty where there is one file."""
     if (folder / _WEIGHTS).is_file():
-        return [folder / _WEIGHTS]
+        return {}
     index = folder / _INDEX
     if not index.is_file():
         raise UserError(f"{folder} holds neither {_WEIGHTS} nor {_INDEX}; other weight formats are not read")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index}: the key 'weight_map' is missing or empty")
-    return [folder / name for name in sorted(set(weight_map.values()))]
+    for name, file in weight_map.items():
+        if not isinstance(file, str):
+            raise UserError(f"{index}: weight_map: {name}: {file!r} is no name of a file")
+    return weight_map
 
 
 def _open(file: Path) -> Any:
@@ -164,11 +212,15 @@ def _check_tensors(folder: Path, stored: Mapping[str, _StoredTensor], expected: 
     problems = [f"{name} is missing" for name in expected if name not in stored]
     for name, found in stored.items():
         if name not in expected:
-            problems.append(f"{name} is unexpected")
+            problems.append(f"{name} in {found.file.name} is unexpected")
         elif found.shape != expected[name]:
-            problems.append(f"{name} has shape {list(found.shape)}, config.json says {list(expected[name])}")
+            problems.append(
+                f"{name} in {found.file.name} has shape {list(found.shape)}, config.json says {list(expected[name])}"
+            )
         elif found.dtype not in _FLOAT_TYPES:
-            problems.append(f"{name} has dtype {found.dtype}, not one of {', '.join(_FLOAT_TYPES)}")
+            problems.append(
+                f"{name} in {found.file.name} has dtype {found.dtype}, not one of {', '.join(_FLOAT_TYPES)}"
+            )
     if problems:
         more = f"; and {len(problems) - _SHOWN_PROBLEMS} more" if len(problems) > _SHOWN_PROBLEMS else ""
         raise UserError(f"{folder}: the weights do not fit: {'; '.join(problems[:_SHOWN_PROBLEMS])}{more}")
@@ -176,11 +228,11 @@ def _check_tensors(folder: Path, stored: Mapping[str, _StoredTensor], expected: 
 
 def _read_tensors(stored: Mapping[str, _StoredTensor], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
-    for file in sorted({tensor.file for tensor in stored.values()}):
-        with _open(file) as weights:
-            for name in (name for name, tensor in stored.items() if tensor.file == file):
-                # A copy, because get_tensor may hand out a view of the mapped file, which can change under us.
-                state[name] = weights.get_tensor(name).to(device, dtype, copy=True)
+    for name, tensor in stored.items():
+        # Opened anew for each: what was read of a mapped file counts as memory of the process until it is closed.
+        with _open(tensor.file) as weights:
+            # A copy, because get_tensor may hand out a view of the mapped file, which can change under us.
+            state[name] = weights.get_tensor(name).to(device, dtype, copy=True)
     return state
 
 
@@ -194,6 +246,10 @@ def _copy_companions(source: Path, folder: Path) -> None:
     for name in _COMPANIONS:
         if (source / name).is_file():
             _write_then_rename(folder / name, partial(shutil.copyfile, source / name))
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    _write_then_rename(file, lambda temporary: temporary.write_text(json.dumps(content, indent=2) + "\n"))
 
 
 def _write_then_rename(file: Path, write: Callable[[Path], object]) -> None:

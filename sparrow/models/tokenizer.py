@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from sparrow.errors import UserError
-from sparrow.models.decoder_config import read_json
+from sparrow.models.decoder_config import read_config, read_json
 
 
 class Tokenizer:
@@ -83,13 +83,39 @@ class Tokenizer:
             raise UserError(f"{self.path}: the chat template refuses the messages: {error}") from error
         return self.encode(str(text))
 
+    def check_fits(self, embeddings: int) -> None:
+        """UserError where a token has no row of the embedding, or an EOS id of the checkpoint is no token."""
+        known = set(self._tokenizer.get_vocab().values())
+        if max(known) >= embeddings:
+            raise UserError(
+                f"{self.path}: the tokenizer has ids up to {max(known)}, and vocab_size of config.json is "
+                f"{embeddings}: it is not the tokenizer of this model"
+            )
+        for name, ids in self._eos_ids_by_file().items():
+            if foreign := sorted(ids - known):
+                raise UserError(
+                    f"{self.path / name}: eos_token_id {foreign[0]} is no token of the tokenizer, whose ids end at "
+                    f"{max(known)}: it is not the tokenizer of this model"
+                )
+
     def _collect_eos_ids(self) -> set[int]:
-        ids = {self._tokenizer.eos_token_id}
+        return ({self._tokenizer.eos_token_id} - {None}).union(*self._eos_ids_by_file().values())
+
+    def _eos_ids_by_file(self) -> dict[str, set[int]]:
+        ids = {}
         for name in ("generation_config.json", "config.json"):
             if (self.path / name).is_file():
                 value = read_json(self.path / name).get("eos_token_id")
-                ids.update(value if isinstance(value, list) else [value])
-        return ids - {None}
+                ids[name] = set(value if isinstance(value, list) else [value]) - {None}
+        return ids
+
+
+def tokenizer_of_model(path: Path | str) -> Tokenizer:
+    """The tokenizer of a checkpoint's folder; UserError where the two do not fit. The weights are not looked at."""
+    config = read_config(Path(path))
+    tokenizer = Tokenizer(path)
+    tokenizer.check_fits(config.vocab_size)
+    return tokenizer
 
 
 def _load(path: Path) -> Any:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -46,13 +48,25 @@ def qwen3_folder(huggingface_model, tmp_path):
     return tmp_path / "qwen3"
 
 
-@pytest.mark.parametrize("tied", [True, False])
+# Query heads, KV heads, head dim: groups of 1, 2, 4 and 5 query heads, and the head dims of real models.
+HEADS = [(4, 4, 12), (4, 2, 12), (4, 1, 12), (5, 1, 12), (10, 2, 12), (4, 2, 64), (5, 1, 128)]
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen2", "llama"])
-def test_loads_what_transformers_saved(huggingface_model, packed_attention, tmp_path, model_type, tied):
-    reference = huggingface_model(model_type, tie_word_embeddings=tied)
-    reference.save_pretrained(tmp_path)
-    ours = logits(load_decoder(tmp_path), packed_attention)
-    torch.testing.assert_close(ours, huggingface_logits(reference), atol=1e-4, rtol=0)
+def test_loads_what_transformers_saved(huggingface_model, packed_attention, tmp_path, model_type, tied, heads):
+    """And transformers loads what is saved of that: q/k-norm in Qwen3, biases in Qwen2, neither in Llama."""
+    shape = dict(zip(("num_attention_heads", "num_key_value_heads", "head_dim"), heads, strict=True))
+    reference = huggingface_model(model_type, tie_word_embeddings=tied, **shape)
+    reference.save_pretrained(tmp_path / "theirs")
+    model = load_decoder(tmp_path / "theirs")
+    ours, theirs = logits(model, packed_attention), huggingface_logits(reference)
+    assert theirs.abs().max() > 0.5
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+    save_decoder(model, tmp_path / "ours", source=tmp_path / "theirs", max_shard_bytes=20_000)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert torch.equal(huggingface_logits(again), theirs)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -133,6 +147,112 @@ def test_loads_shards(huggingface_model, packed_attention, tmp_path):
     torch.testing.assert_close(
         logits(load_decoder(tmp_path), packed_attention), huggingface_logits(reference), atol=1e-4, rtol=0
     )
+
+
+def shards(folder) -> list[str]:
+    return sorted(file.name for file in folder.glob("*.safetensors*"))
+
+
+def test_saves_shards_that_both_read(qwen3_folder, packed_attention, tmp_path):
+    model = load_decoder(qwen3_folder)
+    save_decoder(model, tmp_path / "out", qwen3_folder, max_shard_bytes=30_000)
+    files = [tmp_path / "out" / name for name in shards(tmp_path / "out")]
+    index = json.loads(files.pop().read_text())
+    assert len(files) > 2 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    assert all(file.stat().st_size < 32_000 for file in files), "headers come on top"
+    state = model.state_dict()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in state.values())
+    assert index["weight_map"] == {name: file.name for file in files for name in load_file(file)}
+    again = load_decoder(tmp_path / "out").state_dict()
+    assert again.keys() == state.keys() and all(torch.equal(state[name], again[name]) for name in state)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(huggingface_logits(theirs), logits(model, packed_attention), atol=1e-4, rtol=0)
+
+
+def test_weights_that_were_there_before_are_replaced(qwen3_folder):
+    model = load_decoder(qwen3_folder)
+    for limit in (30_000, 60_000, 10**9, 30_000):
+        torch.nn.init.constant_(model.model.norm.weight, limit)
+        save_decoder(model, qwen3_folder, qwen3_folder, max_shard_bytes=limit)
+        assert (load_decoder(qwen3_folder).model.norm.weight == limit).all()
+        names = shards(qwen3_folder)
+        assert (names == ["model.safetensors"]) is (limit == 10**9)
+        assert len(names) == 1 or names[0].endswith(f"-of-{len(names) - 1:05d}.safetensors"), "none of the former"
+
+
+def test_a_tensor_above_the_limit_has_a_file_of_its_own(qwen3_folder, tmp_path):
+    save_decoder(load_decoder(qwen3_folder), tmp_path / "out", None, max_shard_bytes=1)
+    assert all(len(load_file(file)) == 1 for file in (tmp_path / "out").glob("*.safetensors"))
+
+
+def test_an_index_that_does_not_fit_its_shards(qwen3_folder):
+    save_decoder(load_decoder(qwen3_folder), qwen3_folder, None, max_shard_bytes=30_000)
+    file = qwen3_folder / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    shard = index["weight_map"]["model.norm.weight"]
+    for change, words in (
+        ({"model.no.weight": shard}, f"{shard} has no tensor model.no.weight, which model.safetensors.index"),
+        ({"model.norm.weight": 3}, "weight_map: model.norm.weight: 3 is no name of a file"),
+    ):
+        file.write_text(json.dumps(index | {"weight_map": index["weight_map"] | change}))
+        with pytest.raises(UserError, match=words):
+            load_decoder(qwen3_folder)
+    file.write_text(json.dumps({"metadata": {}}))
+    with pytest.raises(UserError, match=r"index.json: the key 'weight_map' is missing or empty"):
+        load_decoder(qwen3_folder)
+
+
+def test_a_truncated_shard_is_named_before_anything_is_read(qwen3_folder):
+    save_decoder(load_decoder(qwen3_folder), qwen3_folder, None, max_shard_bytes=30_000)
+    last = sorted(qwen3_folder.glob("model-*.safetensors"))[-1]
+    os.truncate(last, last.stat().st_size - 1)
+    with pytest.raises(UserError, match=f"{last.name} is truncated"):
+        load_decoder(qwen3_folder)
+
+
+# VmHWM, because ru_maxrss of a child starts from what its parent had.
+PEAK = """
+import sys
+import torch
+from sparrow.models.checkpoint import load_decoder, save_decoder
+
+def status(key):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
+
+load_decoder(sys.argv[3])  # a small one: what the code takes is not the weights'
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")
+before = status("VmRSS")
+model = load_decoder(sys.argv[1], dtype=getattr(torch, sys.argv[2]))
+loaded = status("VmHWM") - before
+print(sum(p.nbytes for p in model.parameters()), loaded)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="memory is read from Linux's /proc")
+@pytest.mark.parametrize(("dtype", "shard_bytes"), [("float32", 10**9), ("bfloat16", 50_000_000)])
+def test_loading_holds_the_weights_once(qwen3_folder, tmp_path, dtype, shard_bytes):
+    """Peak memory of a process that loads 160 MB in fp32 from one file, or 80 MB in bf16 from shards of fp32."""
+    config = DecoderConfig(
+        vocab_size=1_000,
+        hidden_size=512,
+        intermediate_size=2_048,
+        num_layers=10,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=128,
+    )
+    save_decoder(Decoder(config), tmp_path, source=None, max_shard_bytes=shard_bytes)
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(tmp_path), dtype, str(qwen3_folder)],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    size, loaded = map(int, done.stdout.split())
+    assert size > 70_000_000
+    assert 0.7 * size < loaded < 1.3 * size + 8_000_000, "4 MB: the largest tensor"
 
 
 def test_a_missing_shard_is_named(huggingface_model, tmp_path):
@@ -216,7 +336,7 @@ def test_a_config_that_is_no_json_object(qwen3_folder, content):
     ("change", "message"),
     [
         (lambda state: state.pop("model.norm.weight"), "model.norm.weight is missing"),
-        (lambda state: state.update(extra=torch.zeros(1)), "extra is unexpected"),
+        (lambda state: state.update(extra=torch.zeros(1)), "extra in model.safetensors is unexpected"),
         (
             lambda state: state.update({"model.norm.weight": torch.ones(41)}),
             r"has shape \[41\], config.json says \[40\]",

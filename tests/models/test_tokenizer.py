@@ -3,13 +3,15 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from sparrow.errors import UserError
 from sparrow.models.char_tokenizer import build_char_tokenizer
-from sparrow.models.tokenizer import Tokenizer
+from sparrow.models.decoder_config import DecoderConfig, to_huggingface
+from sparrow.models.tokenizer import Tokenizer, tokenizer_of_model
 
 ALPHABET = "ab0 \n.;|#é日𝄞"
 TEMPLATE = (
@@ -117,3 +119,32 @@ def test_folders_without_a_tokenizer(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match="cannot be loaded"):
         Tokenizer(tmp_path)
+
+
+def model_folder(folder, vocab_size: int, **config):
+    """A folder with a tokenizer and a config.json, no weights."""
+    build_char_tokenizer(ALPHABET, folder, eos="$")
+    sizes = DecoderConfig(
+        vocab_size=vocab_size, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8
+    )
+    (folder / "config.json").write_text(json.dumps(to_huggingface(sizes, torch.float32, config)))
+    return folder
+
+
+def test_an_embedding_may_have_more_rows_than_there_are_tokens(tmp_path):
+    tokens = len(ALPHABET) + 1
+    for rows in (tokens, tokens + 100):
+        assert tokenizer_of_model(model_folder(tmp_path, rows, eos_token_id=tokens - 1)).eos_ids == (tokens - 1,)
+
+
+def test_a_token_without_an_embedding(tmp_path):
+    last = len(ALPHABET)
+    with pytest.raises(UserError, match=f"ids up to {last}, and vocab_size of config.json is {last}: it is not the"):
+        tokenizer_of_model(model_folder(tmp_path, last))
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_the_tokenizer_of_another_model(tmp_path, name):
+    write_json(model_folder(tmp_path, 151_936) / name, eos_token_id=[1, 151_645])
+    with pytest.raises(UserError, match=f"{name}: eos_token_id 151645 is no token of the tokenizer, whose ids end at"):
+        tokenizer_of_model(tmp_path)
