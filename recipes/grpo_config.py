@@ -11,6 +11,7 @@ from sparrow.engine.sampler import SamplingParams
 from sparrow.errors import UserError
 from sparrow.training import distributed
 from sparrow.training.alarms import Alarms
+from sparrow.training.run_state import KeepBest
 
 
 @dataclass(kw_only=True)
@@ -74,8 +75,40 @@ class GRPOConfig:
     samples_per_step: int = 2
     checkpoint_every: int = 10
     keep_last: int = 2
+    keep_best: int = 0  # saves that stay besides, and are made for it, because `best_metric` is highest there
+    best_metric: str | None = None  # val/mean@N of the validation by default
     resume: str | None = None  # auto, or the folder of one save
+    dump_rollouts: bool | int = False  # true for every step, N for every Nth; under output_dir/rollouts
+    replay: str | None = None  # such a folder: train on its rollouts, without an engine
     max_nonfinite_steps: int = 3  # in a row
+
+
+def best_saves(cfg: GRPOConfig) -> KeepBest | None:
+    """Which saves stay for being the best."""
+    if cfg.keep_best == 0:
+        if cfg.best_metric is not None:
+            raise UserError(f"best_metric: {cfg.best_metric} has no use with keep_best 0")
+        return None
+    if cfg.keep_best < 0:
+        raise UserError(f"keep_best: {cfg.keep_best} must not be negative")
+    validated = None if cfg.validation is None else f"val/mean@{cfg.validation.num_samples}"
+    metric = cfg.best_metric or validated
+    if metric is None:
+        raise UserError("best_metric: must be given where keep_best is above 0 and there is no validation")
+    if metric.startswith("val/") and metric not in (validated, validated and "val/mean_length"):
+        raise UserError(f"best_metric: {metric} is not measured; {validated or 'there is no validation'}")
+    if metric.startswith("time/") or metric == "tokens_per_second":
+        raise UserError(f"best_metric: {metric} says nothing of the model")
+    return KeepBest(metric, cfg.keep_best)
+
+
+def _check_replay(cfg: GRPOConfig) -> None:
+    if cfg.dump_rollouts < 0:
+        raise UserError(f"dump_rollouts: {cfg.dump_rollouts} must be true, false or a number of steps")
+    if cfg.replay is not None and cfg.validation is not None:
+        raise UserError("validation: a replay has no engine to validate with; leave it out with ~validation")
+    if cfg.replay is not None and cfg.dump_rollouts:
+        raise UserError("dump_rollouts: a replay generates no rollouts")
 
 
 def check(cfg: GRPOConfig) -> None:
@@ -83,6 +116,8 @@ def check(cfg: GRPOConfig) -> None:
     for key in ("steps", "prompts_per_step", "minibatches", "checkpoint_every", "max_nonfinite_steps"):
         if getattr(cfg, key) < 1:
             raise UserError(f"{key}: {getattr(cfg, key)} must be at least 1")
+    best_saves(cfg)
+    _check_replay(cfg)
     if cfg.prompts_per_step < distributed.world_size():
         raise UserError(f"prompts_per_step: {cfg.prompts_per_step} is below the {distributed.world_size()} processes")
     if cfg.sampling.temperature == 0:

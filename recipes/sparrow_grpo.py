@@ -37,13 +37,17 @@ from sparrow.errors import AlarmStop, Interrupted, UserError
 from sparrow.launch import check_stop, run_recipe, stop_requested
 from sparrow.models.checkpoint import load_decoder, save_decoder
 from sparrow.models.decoder import Decoder
+from sparrow.models.identity import architecture
 from sparrow.models.tokenizer import tokenizer_of_model
 from sparrow.protocols import AdaptiveBudget
-from sparrow.recipes.grpo_config import GRPOConfig, Validation, check
+from sparrow.recipes.grpo_config import GRPOConfig, Validation, best_saves, check
 from sparrow.recipes.grpo_minibatches import Minibatch, combine_metrics, split_minibatches
 from sparrow.recipes.grpo_report import decode_responses, print_report, rollout_metrics, sample_rows
+from sparrow.recipes.grpo_resume import changed_lines, changed_settings, check_resumable, write_settings
 from sparrow.recipes.sparrow_sft import ensure_warmup
+from sparrow.registry import did_you_mean
 from sparrow.rollout import RolloutBatch
+from sparrow.rollout_dump import Origin, Replay, dump_rollouts
 from sparrow.tracking.tracker import SafeTrackers
 from sparrow.training import distributed
 from sparrow.training.alarms import AlarmMonitor
@@ -52,7 +56,13 @@ from sparrow.training.learning_rate import LearningRate
 from sparrow.training.logprob import score_tokens, token_logprobs
 from sparrow.training.mismatch import mismatch_panel
 from sparrow.training.packing import MicroBatch, response_hidden
-from sparrow.training.run_state import latest_run_state, resolve_resume, save_run_state
+from sparrow.training.run_state import (
+    latest_run_state,
+    load_optimizer,
+    resolve_resume,
+    save_run_state,
+    would_be_kept,
+)
 
 
 class SparrowGRPO:
@@ -67,6 +77,9 @@ class SparrowGRPO:
         self.alarms = AlarmMonitor(cfg.alarms)
         self.run_id: str | None = None  # of the trackers, where the run is resumed
         self.step = 0
+        self.next_prompt = 0
+        self.best = best_saves(cfg)
+        self.best_value: float | None = None  # of the last step, where it was measured
         self.nonfinite_in_a_row = 0
         self.last_save = -1
 
@@ -87,6 +100,9 @@ class SparrowGRPO:
         self._build_around_model()
         if save is not None:
             self._load_state(save)
+        if isinstance(self.engine, Replay) and self.step < cfg.steps:
+            folder = self.engine.check(self.step + 1, cfg.steps)
+            self.changes += changed_lines("changed since the dump", changed_settings(cfg, folder))
         if distributed.rank() == 0:
             self.trackers.start(self.output_dir, yaml.safe_load(to_yaml(cfg)), self.run_id)
             self._print_start()
@@ -99,6 +115,7 @@ class SparrowGRPO:
                 f"output_dir: {self.output_dir} holds an earlier run; resume=auto goes on with it, another output_dir "
                 "starts beside it"
             )
+        self.changes = [] if save is None else check_resumable(self.cfg, save)
         return save
 
     def _build_components(self) -> None:
@@ -130,7 +147,14 @@ class SparrowGRPO:
         # Once more, as a warm-up may have made the checkpoint only now.
         self.schedule_differences = self._schedule_differences()
         decode, top_k = self.tokenizer.decode, self.acceptance.top_k
-        self.engine = Engine(self.model, self.cache, eos_ids, cfg.engine, cfg.seed, top_k, decode)
+        self.origin = Origin(
+            model=architecture(self.tokenizer.path), num_samples=cfg.num_samples, sampling=cfg.sampling, top_k=top_k
+        )
+        self.engine: Engine | Replay
+        if cfg.replay is not None:
+            self.engine = Replay(Path(cfg.replay), self.cache, self.origin)
+        else:
+            self.engine = Engine(self.model, self.cache, eos_ids, cfg.engine, cfg.seed, top_k, decode)
         # The reference is what the policy starts from, also when the run is resumed.
         self.reference = load_decoder(cfg.model, self.device, torch.float32) if cfg.kl_coef > 0 else None
         self.optimizer = cfg.optimizer.build(self.model.named_parameters())
@@ -147,6 +171,8 @@ class SparrowGRPO:
 
     def _print_start(self) -> None:
         """What goes wrong most often: sampling parameters, end of the response, the prompt as the model sees it."""
+        for change in self.changes:
+            print(change)
         for difference in self.schedule_differences:
             print(f"schedule, allowed to differ: {difference}")
         ids = self._encode(self.data.example(0))
@@ -194,6 +220,8 @@ class SparrowGRPO:
         started = time.perf_counter()
         metrics = self._train_step()
         self.step += 1
+        self.next_prompt += self.cfg.prompts_per_step
+        self.best_value = None
         metrics |= self._check_alarms(metrics)
         validation = self.cfg.validation
         try:
@@ -202,8 +230,23 @@ class SparrowGRPO:
         finally:  # The step is done, and will be saved: Ctrl-C in the validation must not take its row.
             metrics["time/step"] = time.perf_counter() - started
             self._log(metrics, self.step)
-        if self.step % self.cfg.checkpoint_every == 0:
+        if self._is_best(metrics) or self.step % self.cfg.checkpoint_every == 0:
             self._save()
+
+    def _is_best(self, metrics: dict[str, float]) -> bool:
+        """Whether the step is to be saved for its value of `best_metric`."""
+        if self.best is None:
+            return False
+        name = self.best.metric
+        if name not in metrics:
+            if not name.startswith("val/") and distributed.rank() == 0:
+                hint = did_you_mean(name, list(metrics))
+                print(f"warning: best_metric: step {self.step} has no {name}{hint}", file=sys.stderr, flush=True)
+            return False
+        self.best_value = metrics[name]
+        # One look at the disk for all ranks.
+        verdict = distributed.rank() == 0 and would_be_kept(self.saves, self.best, self.best_value)
+        return bool(distributed.gather_objects(verdict)[0])
 
     def _train_step(self) -> dict[str, float]:
         """One batch of rollouts, from the prompts to the new weights; returns its metrics."""
@@ -238,7 +281,7 @@ class SparrowGRPO:
     def _rollout(self) -> RolloutBatch:
         """This rank's share of the step's prompts; random numbers follow the prompt, not the rank."""
         cfg = self.cfg
-        first = self.step * cfg.prompts_per_step
+        first = self.next_prompt
         numbers = list(range(first, first + cfg.prompts_per_step))[distributed.rank() :: distributed.world_size()]
         examples = [self.data.example(number) for number in numbers]
         adapter: AbstractContextManager[None] = nullcontext()
@@ -257,6 +300,17 @@ class SparrowGRPO:
         self.engine.sleep()  # The pool must not stand beside the activations of training, nor beside validation's.
         batch.columns = [example.columns for example in examples]
         batch.texts = decode_responses(batch, self.tokenizer)
+        step, every = self.step + 1, int(cfg.dump_rollouts)
+        if every and step % every == 0:
+            dump_rollouts(
+                self.output_dir / "rollouts",
+                step,
+                batch,
+                numbers,
+                self.origin,
+                self.engine.stats,
+                lambda folder: write_settings(cfg, folder),
+            )
         return batch
 
     def _score(self, batch: RolloutBatch) -> tuple[dict[str, float], Tensor]:
@@ -474,7 +528,8 @@ class SparrowGRPO:
         if self.step == self.last_save:
             return
         if distributed.rank() == 0:
-            save_run_state(self.saves, self.step, self._write_state, self.cfg.keep_last)
+            keep = self.cfg.keep_last
+            save_run_state(self.saves, self.step, self._write_state, keep, self.best, self.best_value)
         distributed.barrier()
         self.last_save = self.step
 
@@ -482,14 +537,17 @@ class SparrowGRPO:
         save_decoder(self.model, folder / "model", self.tokenizer.path)
         if self.distiller is not None:
             self.distiller.export(folder / "adapter")
+        write_settings(self.cfg, folder)
         state = {
             "step": self.step,
+            "next_prompt": self.next_prompt,
             "version": self.engine.version,
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
             "alarms": self.alarms.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "trackers": self.trackers.state_dict(),
             "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state() if self.device.type == "cuda" else None,
             "distiller": None if self.distiller is None else self.distiller.state_dict(),
             "controller": None if self.controller is None else self.controller.state_dict(),
         }
@@ -498,12 +556,16 @@ class SparrowGRPO:
     def _load_state(self, save: Path) -> None:
         state = torch.load(save / "state.pt", map_location="cpu", weights_only=True)
         self.step = self.last_save = state["step"]
+        self.next_prompt = state["next_prompt"]
         self.engine.version = state["version"]
         self.nonfinite_in_a_row = state["nonfinite_in_a_row"]
         self.alarms.load_state_dict(state["alarms"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.run_id = state["trackers"]["run_id"]
+        load_optimizer(self.optimizer, state["optimizer"])
+        if save.resolve().parent == self.saves.resolve():  # The save of another run begins a run of its own.
+            self.run_id = state["trackers"]["run_id"]
         torch.set_rng_state(state["rng"])
+        if self.device.type == "cuda" and state["cuda_rng"] is not None:
+            torch.cuda.set_rng_state(state["cuda_rng"])
         if (state["distiller"] is None) != (self.distiller is None):
             raise UserError(f"resume: {save} was saved {'without' if self.distiller else 'with'} a distiller")
         if self.distiller is not None:

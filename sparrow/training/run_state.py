@@ -7,22 +7,40 @@ stands in it besides the marker is the caller's business.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from sparrow.errors import UserError
 
 MARKER = "COMPLETE"
+BEST = "best"  # a link to the best save, where some are kept for being the best
 # `.old` is a save that was being replaced by one of the same step; it counts until its successor is in place.
 _SAVE_NAME = re.compile(r"step_\d{6,}(\.old)?")
 
 
-def save_run_state(directory: Path, step: int, write: Callable[[Path], None], keep_last: int) -> Path:
+@dataclass(frozen=True)
+class KeepBest:
+    """Saves that stay whatever their age: those with the highest values of a metric."""
+
+    metric: str
+    count: int
+
+
+def save_run_state(
+    directory: Path,
+    step: int,
+    write: Callable[[Path], None],
+    keep_last: int,
+    best: KeepBest | None = None,
+    value: float | None = None,
+) -> Path:
     """Saves the state after `step` steps and prunes older saves; one process calls it, the others wait.
 
     Args:
@@ -30,6 +48,8 @@ def save_run_state(directory: Path, step: int, write: Callable[[Path], None], ke
         step: optimizer steps done; a save of the same step is replaced.
         write: writes everything that is to be saved into the folder it is given.
         keep_last: complete saves that stay, this one included; the others are deleted.
+        best: which saves stay besides; the link `directory/best` names the first of them.
+        value: the metric of `best` at this step; None, and what is not finite, is never the best.
 
     Returns:
         The folder of the new save, `directory/step_000004` for step 4.
@@ -46,13 +66,22 @@ def save_run_state(directory: Path, step: int, write: Callable[[Path], None], ke
     temporary = final.with_suffix(".tmp")
     temporary.mkdir()
     write(temporary)
-    _seal(temporary, step)
+    _seal(temporary, step, {best.metric: value} if best is not None and _counts(value) else {})
     _put_in_place(temporary, final)
     for replaced in directory.glob("step_*.old"):
         _discard(replaced)
+    kept = _best_saves(directory, best)
+    _link(directory / BEST, kept[0] if kept else None)
     for outdated in _complete_saves(directory)[:-keep_last]:
-        _discard(outdated)
+        if outdated not in kept:
+            _discard(outdated)
     return final
+
+
+def would_be_kept(directory: Path, best: KeepBest, value: float | None) -> bool:
+    """Whether a save with this value would now be among the best; equal values leave the older save its place."""
+    values = [_value(save, best.metric) for save in _best_saves(directory, best)]
+    return _counts(value) and (len(values) < best.count or value > values[-1])
 
 
 def latest_run_state(directory: Path) -> Path | None:
@@ -87,6 +116,17 @@ def resolve_resume(value: Path | str | None, directory: Path) -> Path | None:
     return path
 
 
+def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
+    """Loads what the optimizer has gathered; its settings (betas, weight decay, ...) stay those it was built with.
+
+    `load_state_dict` would put the saved settings in the place of those of the config.
+    """
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
+
+
 def _complete_saves(directory: Path) -> list[Path]:
     """Complete saves, the one written last at the end."""
     if not directory.is_dir():
@@ -94,6 +134,36 @@ def _complete_saves(directory: Path) -> list[Path]:
     markers = {path: _read_marker(path) for path in directory.iterdir() if _SAVE_NAME.fullmatch(path.name)}
     dated = sorted((marker["saved_at"], path) for path, marker in markers.items() if marker is not None)
     return [path for _, path in dated]
+
+
+def _best_saves(directory: Path, best: KeepBest | None) -> list[Path]:
+    """Complete saves to be kept for their value, the best and among equal ones the oldest first."""
+    if best is None:
+        return []
+    valued = [save for save in _complete_saves(directory) if _value(save, best.metric) > -math.inf]
+    return sorted(valued, key=lambda save: -_value(save, best.metric))[: best.count]
+
+
+def _value(save: Path, metric: str) -> float:
+    """The value of a complete save; -inf where it was made without."""
+    marker = _read_marker(save)
+    assert marker is not None
+    return float(marker["values"].get(metric, -math.inf))
+
+
+def _counts(value: float | None) -> TypeGuard[float]:
+    return value is not None and math.isfinite(value)
+
+
+def _link(link: Path, save: Path | None) -> None:
+    """Lets `link` name the save, or go."""
+    if save is None:
+        link.unlink(missing_ok=True)
+        return
+    temporary = link.with_suffix(".tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(save.name)
+    os.replace(temporary, link)
 
 
 def _read_marker(save: Path) -> dict[str, Any] | None:
@@ -106,13 +176,13 @@ def _read_marker(save: Path) -> dict[str, Any] | None:
     return marker if intact else None
 
 
-def _seal(save: Path, step: int) -> None:
+def _seal(save: Path, step: int, values: dict[str, float]) -> None:
     """Writes the marker, after everything it vouches for has reached the disk."""
     files = sorted(path for path in save.rglob("*") if path.is_file())
     for file in files:
         _flush(file)
     sizes = {file.relative_to(save).as_posix(): file.stat().st_size for file in files}
-    marker = {"step": step, "saved_at": time.time_ns(), "sizes": sizes}
+    marker = {"step": step, "saved_at": time.time_ns(), "values": values, "sizes": sizes}
     (save / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
     _flush(save / MARKER)
 

@@ -18,7 +18,6 @@ from sparrow.recipes import sparrow_grpo
 
 from .conftest import HERE, metrics
 
-NOT_COMPARED = ("time/", "tokens_per_second", "val/")  # the last step of each part has a validation of its own
 LORA = [
     "distiller._component_=sparrow.components.distiller.LoRADistiller",
     "distiller.learning_rate=0.001",
@@ -28,10 +27,6 @@ LORA = [
 
 def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(folder / "checkpoints" / f"step_{step:06d}" / "model" / "model.safetensors")
-
-
-def comparable(rows):
-    return [{key: value for key, value in row.items() if not key.startswith(NOT_COMPARED)} for row in rows]
 
 
 def test_the_demo_in_short(tmp_path):
@@ -78,21 +73,6 @@ def test_dense_rollouts_are_accepted_and_agree_with_the_trainer(grpo):
     assert row["budget/kv_read_ratio"] == 1.0
 
 
-def test_four_steps_are_two_and_two_bit_for_bit(grpo, tmp_path):
-    whole = grpo("steps=4", *LORA, name="whole")
-    grpo("steps=2", *LORA, name="parts")
-    parts = grpo("steps=4", *LORA, "resume=auto", name="parts")
-    assert comparable(whole) == comparable(parts)
-    one, other = weights(tmp_path / "whole", 4), weights(tmp_path / "parts", 4)
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    states = [
-        torch.load(tmp_path / name / "checkpoints" / "step_000004" / "state.pt", weights_only=True)
-        for name in ("whole", "parts")
-    ]
-    adapters = [state["distiller"]["adapter"] for state in states]
-    assert all(torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[0])
-
-
 CONTROLLER = [
     "kv_cache.budget._component_=sparrow.components.tail_controller.TailController",
     "kv_cache.budget.start._component_=sparrow.components.budget.StepSchedule",
@@ -104,11 +84,8 @@ CONTROLLER = [
 ]
 
 
-def test_the_controller_raises_the_budget_and_goes_on_where_it_was(grpo, tmp_path):
-    whole = grpo("steps=4", *CONTROLLER, name="whole")
-    grpo("steps=2", *CONTROLLER, name="parts")
-    parts = grpo("steps=4", *CONTROLLER, "resume=auto", name="parts")
-    assert comparable(whole) == comparable(parts)
+def test_the_controller_raises_the_budget(grpo):
+    whole = grpo("steps=4", *CONTROLLER)
     pages = [[row[f"budget/pages_bin/{start}"] for start in (0, 20, 40)] for row in whole[1:]]
     assert pages[0] == [5, 6, 7], "what the step was made with"
     assert sum(row["budget/moves"] for row in whole[1:]) > 0 and pages[-1][2] > 7

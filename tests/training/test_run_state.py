@@ -8,9 +8,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from sparrow.errors import UserError
-from sparrow.training.run_state import MARKER, latest_run_state, resolve_resume, save_run_state
+from sparrow.training.run_state import (
+    BEST,
+    MARKER,
+    KeepBest,
+    latest_run_state,
+    load_optimizer,
+    resolve_resume,
+    save_run_state,
+    would_be_kept,
+)
 
 
 def write_text(text: str):
@@ -176,3 +186,77 @@ def test_resolving(tmp_path):
 def test_keep_last_below_one_is_refused(tmp_path):
     with pytest.raises(UserError, match="keep_last must be at least 1, not 0"):
         save(tmp_path, 1, keep_last=0)
+
+
+def scored(directory: Path, step: int, value: float | None, count: int = 1, keep_last: int = 1) -> None:
+    save_run_state(directory, step, write_text("content"), keep_last, KeepBest("val", count), value)
+
+
+def test_the_best_save_stays_and_a_link_names_it(tmp_path):
+    for step, value in enumerate([0.1, 0.5, 0.3, None, float("nan"), 0.5], start=1):
+        scored(tmp_path, step, value)
+    assert names(tmp_path) == [BEST, "step_000002", "step_000006"], "of equal ones the older stays"
+    assert os.readlink(tmp_path / BEST) == "step_000002"
+    assert (resolve_resume(tmp_path / BEST, tmp_path) / "state").read_text() == "content"
+    assert latest_run_state(tmp_path) == tmp_path / "step_000006"
+    scored(tmp_path, 7, 0.6)
+    assert names(tmp_path) == [BEST, "step_000007"]
+    assert os.readlink(tmp_path / BEST) == "step_000007"
+
+
+def test_several_best_saves(tmp_path):
+    for step, value in enumerate([0.4, 0.1, 0.5, 0.2], start=1):
+        scored(tmp_path, step, value, count=2)
+    assert names(tmp_path) == [BEST, "step_000001", "step_000003", "step_000004"]
+    assert os.readlink(tmp_path / BEST) == "step_000003"
+
+
+def test_which_value_is_worth_a_save(tmp_path):
+    best = KeepBest("val", 2)
+    assert would_be_kept(tmp_path, best, -1.0), "there is none yet"
+    scored(tmp_path, 1, 0.4, count=2)
+    assert would_be_kept(tmp_path, best, 0.1)
+    scored(tmp_path, 2, 0.2, count=2)
+    assert [would_be_kept(tmp_path, best, value) for value in (0.1, 0.2, 0.3, None, float("nan"))] == [
+        False, False, True, False, False,
+    ]  # fmt: skip
+    assert would_be_kept(tmp_path, KeepBest("other", 1), 0.0), "values of another metric do not count"
+
+
+def test_without_best_saves_the_link_goes(tmp_path):
+    scored(tmp_path, 1, 0.4)
+    save(tmp_path, 2, keep_last=1)
+    assert names(tmp_path) == ["step_000002"]
+
+
+KILLED_WHILE_PRUNING = """
+import os, signal, sys
+from pathlib import Path
+from sparrow.training import run_state
+
+def discard(save):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+run_state._discard = discard
+write = lambda folder: (folder / "state").write_text("new")
+run_state.save_run_state(Path(sys.argv[1]), 2, write, 1, run_state.KeepBest("val", 1), 0.9)
+"""
+
+
+def test_the_link_names_a_complete_save_also_where_pruning_is_cut_short(tmp_path):
+    scored(tmp_path, 1, 0.4)
+    process = subprocess.run([sys.executable, "-c", KILLED_WHILE_PRUNING, str(tmp_path)], check=False)
+    assert process.returncode == -signal.SIGKILL
+    assert names(tmp_path) == [BEST, "step_000001", "step_000002"]
+    assert (resolve_resume(tmp_path / BEST, tmp_path) / "state").read_text() == "new"
+
+
+def test_an_optimizer_keeps_its_own_settings():
+    weight = torch.nn.Parameter(torch.ones(3))
+    saved = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5)
+    weight.sum().backward()
+    saved.step()
+    optimizer = torch.optim.AdamW([weight], lr=0.2, weight_decay=0.0)
+    load_optimizer(optimizer, saved.state_dict())
+    assert [optimizer.param_groups[0][key] for key in ("lr", "weight_decay")] == [0.2, 0.0]
+    assert torch.equal(optimizer.state[weight]["exp_avg"], saved.state[weight]["exp_avg"])
