@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparrow.models.decoder_config import DecoderConfig
+from sparrow.models.head import fp32_logits
 from sparrow.protocols import Attention
 
 
@@ -172,7 +173,7 @@ class Decoder(nn.Module):
         """Logits in fp32, whatever the model's dtype, for final hidden states [N, E]: [N, V], or a slice of V."""
         # Not slice(None): its backward would hold a second gradient of the whole matrix.
         weight_VE = self.head_weight if vocab is None else self.head_weight[vocab]
-        return F.linear(hidden_NE.float(), weight_VE.float())
+        return fp32_logits(hidden_NE, weight_VE)
 
     @torch.no_grad()
     def init_weights(self, seed: int, options: InitOptions = InitOptions()) -> None:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sparrow.errors import UserError
+from sparrow.training.segments import TargetScores, score_rows, target_logprobs, top_k_of_rows
 
 Head = Callable[[Tensor], Tensor]
 
@@ -113,19 +114,37 @@ def score_tokens(
         UserError: temperature is not a positive number.
     """
     _check_temperature(temperature)
-    columns: list[list[Tensor]] = [[], [], [], []]
-    alphas: list[Tensor] = []
+    chunks = []
     for rows in _chunks(hidden_NE.shape[0], chunk_size):
-        logprobs_NV = _log_softmax(hidden_NE[rows], head, temperature)
+        sparse_NE = None if sparse_hidden_NE is None else sparse_hidden_NE[rows].to(hidden_NE)
+        chunks.append(_score_chunk(hidden_NE[rows], head, targets_N[rows], temperature, top_k, sparse_NE, vocab_chunk))
+    logprobs, entropies, top_ids, top_logprobs, alphas = zip(*chunks, strict=True)
+    alpha_exact_N = None if sparse_hidden_NE is None else torch.cat(alphas)
+    scores = map(torch.cat, (logprobs, entropies, top_ids, top_logprobs))
+    return DenseScores(*scores, alpha_exact_N=alpha_exact_N)
+
+
+def _score_chunk(
+    hidden_NE: Tensor, head: SlicedHead, targets_N: Tensor, temperature: float, top_k: int, sparse_NE: Tensor | None,
+    vocab_chunk: int,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The fields of `DenseScores`; one [N, V] tensor is held on CUDA, and it is freed before the next chunk's."""
+    logits_NV = _checked(head(hidden_NE))
+    if not _fused(logits_NV):
+        logprobs_NV = torch.log_softmax(logits_NV / temperature, dim=-1)
         top = logprobs_NV.topk(min(top_k, logprobs_NV.shape[-1]))
-        parts = (*_pick(logprobs_NV, targets_N[rows]), top.indices, top.values)
-        for column, part in zip(columns, parts, strict=True):
-            column.append(part)
-        if sparse_hidden_NE is not None:
-            sparse_NE = sparse_hidden_NE[rows].to(hidden_NE)
-            alphas.append(alpha_of_hidden(sparse_NE, logprobs_NV, head, temperature, vocab_chunk))
-    logprobs_N, entropy_N, top_ids_NK, top_logprobs_NK = (torch.cat(column) for column in columns)
-    return DenseScores(logprobs_N, entropy_N, top_ids_NK, top_logprobs_NK, torch.cat(alphas) if alphas else None)
+        scores = (*_pick(logprobs_NV, targets_N), top.indices, top.values)
+    else:
+        rows = score_rows(logits_NV, temperature)
+        logprobs_N = target_logprobs(logits_NV, rows, targets_N, temperature)
+        scores = (logprobs_N, rows.entropy_N, *top_k_of_rows(logits_NV, rows, temperature, top_k))
+        logprobs_NV = logits_NV
+        if sparse_NE is not None:
+            logprobs_NV.div_(temperature).sub_(rows.normaliser_N[:, None])
+    alpha_N = None
+    if sparse_NE is not None:
+        alpha_N = alpha_of_hidden(sparse_NE, logprobs_NV, head, temperature, vocab_chunk)
+    return (*scores, alpha_N)
 
 
 def alpha_exact(logprobs_sparse_NV: Tensor, logprobs_dense_NV: Tensor) -> Tensor:
@@ -160,11 +179,16 @@ def alpha_of_hidden(
 
 
 def _target_scores(hidden_NE: Tensor, head: Head, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    return _pick(_log_softmax(hidden_NE, head, temperature), targets_N)
+    logits_NV = _checked(head(hidden_NE))
+    if _fused(logits_NV):
+        logprobs_N, entropy_N = TargetScores.apply(logits_NV, targets_N, temperature)
+        return logprobs_N, entropy_N
+    return _pick(torch.log_softmax(logits_NV / temperature, dim=-1), targets_N)
 
 
-def _log_softmax(hidden_NE: Tensor, head: Head, temperature: float) -> Tensor:
-    return torch.log_softmax(_checked(head(hidden_NE)) / temperature, dim=-1)
+def _fused(logits_NV: Tensor) -> bool:
+    """Whether the kernels read these logits; the passes of PyTorch over them are the reference."""
+    return logits_NV.is_cuda and logits_NV.dtype == torch.float32
 
 
 def _checked(logits_NV: Tensor) -> Tensor:

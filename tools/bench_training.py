@@ -1,0 +1,76 @@
+"""Benchmarks of the training half on one device, with real shapes and random weights.
+
+  python tools/bench_training.py logprob --model 4b --tokens 32768
+  python tools/bench_training.py step --model 1.7b --tokens 32768 --documents 4 --activation-checkpointing
+
+Both run on a CPU too, to try them: --model tiny --tokens 256. docs/training.md says how each mode measures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_rollout import make_room, write_json
+from rollout_shapes import MODELS
+from training_logprob import measure_logprob, show_logprob
+
+from sparrow.errors import UserError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """See the module."""
+    args = _parse(sys.argv[1:] if argv is None else argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        if args.out:
+            make_room(args.out)
+        result = args.run(args, device)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.out:
+        machine = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+        write_json(args.out, {"command": " ".join(sys.argv), "machine": machine, "torch": torch.__version__,
+                              "date": time.strftime("%Y-%m-%d"), "result": result})  # fmt: skip
+    return 0
+
+
+def _logprob(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    result = measure_logprob(args.model, args.tokens, args.top_k, args.chunk, device)
+    print(show_logprob(result), flush=True)
+    return result
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    modes = parser.add_subparsers(dest="mode", required=True)
+    logprob = _mode(modes, "logprob", _logprob, "log-prob, entropy and top-k, against the bare matmul of the head")
+    logprob.add_argument("--top-k", type=int, default=20)
+    return parser.parse_args(argv)
+
+
+def _mode(modes: Any, name: str, run: Callable[..., dict[str, Any]], text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = modes.add_parser(name, help=text)
+    parser.set_defaults(run=run)
+    parser.add_argument("--model", choices=MODELS, required=True)
+    parser.add_argument("--tokens", type=_count, default=32768)
+    parser.add_argument("--chunk", type=_count, default=1024, help="tokens whose logits are held at a time")
+    parser.add_argument("--out", type=Path, help="JSON file")
+    return parser
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
