@@ -68,6 +68,9 @@ class GRPOConfig:
     minibatches: int = 1  # optimizer steps per batch of rollouts; each takes whole groups
     micro_batch_tokens: int = 16384
     logprob_chunk: int = 1024
+    activation_checkpointing: bool = False  # the backward recomputes each layer but for its attention
+    offload_activations: bool = False  # recomputes whole layers, from inputs that wait in the host's memory
+    compile: bool = False  # the trainer's layers, by torch.compile
     distiller: Component | None = None
     alarms: Alarms | None = field(default_factory=Alarms)  # null turns all off
 
@@ -130,5 +133,12 @@ def check(cfg: GRPOConfig) -> None:
         )
     if cfg.kl_coef < 0:
         raise UserError(f"kl_coef: {cfg.kl_coef} must not be negative")
+    if cfg.optimizer.path.rpartition(".")[2] == "CPUOffloadOptimizer":
+        raise UserError(
+            f"optimizer: {cfg.optimizer.path} takes each gradient in the backward, before it is summed over ranks and "
+            "clipped; use sparrow.components.offloaded_adamw.OffloadedAdamW"
+        )
+    if cfg.offload_activations and not cfg.activation_checkpointing:
+        raise UserError("offload_activations: what is offloaded are the checkpoints of activation_checkpointing: true")
     if cfg.validation is not None and cfg.validation.prompts < distributed.world_size():
         raise UserError(f"validation.prompts: {cfg.validation.prompts} is below the number of processes")

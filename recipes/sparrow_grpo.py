@@ -52,6 +52,7 @@ from sparrow.tracking.tracker import SafeTrackers
 from sparrow.training import distributed
 from sparrow.training.alarms import AlarmMonitor
 from sparrow.training.device import resolve_device
+from sparrow.training.layers import prepare_layers
 from sparrow.training.learning_rate import LearningRate
 from sparrow.training.logprob import score_tokens, token_logprobs
 from sparrow.training.mismatch import mismatch_panel
@@ -162,6 +163,7 @@ class SparrowGRPO:
         self.parameters = list(self.model.parameters())  # those of the dense policy: the adapter comes after
         if self.distiller is not None:
             self.distiller.attach(self.model)
+        prepare_layers(self.model, cfg.activation_checkpointing, cfg.offload_activations, cfg.compile)
         self.dense_cache = DenseKVCache(self.cache.page_size, self.cache.block_size)
         if cfg.validation is not None:
             # Numbers of its own: training and validation prompts count from 0 alike.
@@ -387,7 +389,7 @@ class SparrowGRPO:
         """
         self.learning_rate.set(self.step, self.step, self.cfg.steps)
         metrics = [self._optimizer_step(batch, minibatch) for minibatch in minibatches if minibatch.learning_tokens]
-        lr = self.optimizer.param_groups[0]["lr"]
+        lr = float(self.optimizer.param_groups[0]["lr"])  # torchao keeps it as a tensor
         return {"lr": lr, "update/noop": float(not metrics)} | combine_metrics(metrics)
 
     def _optimizer_step(self, batch: RolloutBatch, minibatch: Minibatch) -> dict[str, float]:

@@ -66,7 +66,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class SelfAttention(nn.Module):
-    """Projections, q/k-norm and RoPE around the caller's attention."""
+    """Projections, q/k-norm and RoPE; attention itself is the caller's."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
@@ -81,15 +81,15 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(self, hidden_TE: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
+    def project(self, hidden_TE: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, H, D], keys and values [T, K, D]."""
         per_head = (hidden_TE.shape[0], -1, self.head_dim)
         q_THD = self.q_proj(hidden_TE).view(per_head)
         k_TKD = self.k_proj(hidden_TE).view(per_head)
         v_TKD = self.v_proj(hidden_TE).view(per_head)
         if self.q_norm is not None and self.k_norm is not None:
             q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
-        out_THD = attention(self.layer, rotate(q_THD, cos, sin), rotate(k_TKD, cos, sin), v_TKD)
-        return self.o_proj(out_THD.flatten(1))
+        return rotate(q_THD, cos, sin), rotate(k_TKD, cos, sin), v_TKD
 
 
 class MLP(nn.Module):
@@ -106,7 +106,10 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP, each with a residual connection."""
+    """Pre-norm attention and MLP, each with a residual connection.
+
+    The two halves around attention are methods: `sparrow.training.layers` recomputes and compiles them one by one.
+    """
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
@@ -116,7 +119,14 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden_TE: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        hidden_TE = hidden_TE + self.self_attn(self.input_layernorm(hidden_TE), cos, sin, attention)
+        q_THD, k_TKD, v_TKD = self.before_attention(hidden_TE, cos, sin)
+        return self.after_attention(hidden_TE, attention(self.self_attn.layer, q_THD, k_TKD, v_TKD))
+
+    def before_attention(self, hidden_TE: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.self_attn.project(self.input_layernorm(hidden_TE), cos, sin)
+
+    def after_attention(self, hidden_TE: Tensor, out_THD: Tensor) -> Tensor:
+        hidden_TE = hidden_TE + self.self_attn.o_proj(out_THD.flatten(1))
         return hidden_TE + self.mlp(self.post_attention_layernorm(hidden_TE))
 
 

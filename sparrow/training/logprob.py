@@ -119,9 +119,13 @@ def score_tokens(
         sparse_NE = None if sparse_hidden_NE is None else sparse_hidden_NE[rows].to(hidden_NE)
         chunks.append(_score_chunk(hidden_NE[rows], head, targets_N[rows], temperature, top_k, sparse_NE, vocab_chunk))
     logprobs, entropies, top_ids, top_logprobs, alphas = zip(*chunks, strict=True)
-    alpha_exact_N = None if sparse_hidden_NE is None else torch.cat(alphas)
-    scores = map(torch.cat, (logprobs, entropies, top_ids, top_logprobs))
-    return DenseScores(*scores, alpha_exact_N=alpha_exact_N)
+    return DenseScores(
+        logprobs_N=torch.cat(logprobs),
+        entropy_N=torch.cat(entropies),
+        top_ids_NK=torch.cat(top_ids),
+        top_logprobs_NK=torch.cat(top_logprobs),
+        alpha_exact_N=None if sparse_hidden_NE is None else torch.cat(alphas),
+    )
 
 
 def _score_chunk(

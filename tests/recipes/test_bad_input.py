@@ -88,6 +88,8 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], *words: st
         ("prompts_per_step=0", ["prompts_per_step", "0"]),
         ("engine.kv_tokens=32", ["engine.kv_tokens", "32"]),
         ("device=tpu", ["device", "tpu"]),
+        ("offload_activations=true", ["offload_activations", "activation_checkpointing"]),
+        ("optimizer={_component_: torchao.optim.CPUOffloadOptimizer}", ["CPUOffloadOptimizer", "OffloadedAdamW"]),
         ("model=nowhere", ["nowhere", "does not exist"]),
         ("resume=nowhere", ["resume", "nowhere"]),
         ("aggregation.mode=mean", ["mean", "token-mean"]),

@@ -102,6 +102,35 @@ def test_an_update_does_not_depend_on_the_micro_batches(grpo, tmp_path, aggregat
         torch.testing.assert_close(one[name], many[name], atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("option", ["activation_checkpointing", "offload_activations"])
+def test_an_update_does_not_depend_on_what_is_recomputed(grpo, tmp_path, option):
+    common = ["steps=1", "optimizer={_component_: torch.optim.AdamW, lr: 0.01, fused: true}"]
+    plain = grpo(*common, name="plain")[1]
+    row = grpo(*common, "activation_checkpointing=true", f"{option}=true", name="recomputed")[1]
+    assert row["policy/ratio_error"] == 0.0 and row["grad_norm"] == plain["grad_norm"]
+    expected, ours = weights(tmp_path / "plain", 1), weights(tmp_path / "recomputed", 1)
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+def test_an_eight_bit_optimizer_trains_and_logs_its_rate(grpo):
+    optimizer = "optimizer={_component_: torchao.optim.AdamW8bit, lr: 0.001}"
+    with torch.compiler.set_stance("force_eager"):  # compiling its step takes minutes on the CPU
+        row = grpo("steps=1", optimizer, "lr_warmup_steps=1")[1]
+    assert row["lr"] == pytest.approx(0.0005) and row["update/skipped"] == 0.0
+
+
+def test_no_reference_is_kept_without_its_coefficient(arguments):
+    from sparrow.config import load_config
+    from sparrow.recipes.grpo_config import GRPOConfig
+    from sparrow.recipes.sparrow_grpo import SparrowGRPO
+
+    _, config, *overrides = arguments("trackers=[]")
+    for coefficient in (0.0, 0.01):
+        recipe = SparrowGRPO(load_config(GRPOConfig, config, [*overrides, f"kl_coef={coefficient}"]))
+        recipe.setup()
+        assert (recipe.reference is None) == (coefficient == 0.0)
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
