@@ -37,10 +37,12 @@ from sparrow.errors import AlarmStop, Interrupted, UserError
 from sparrow.launch import check_stop, run_recipe, stop_requested
 from sparrow.models.checkpoint import load_decoder, save_decoder
 from sparrow.models.decoder import Decoder
+from sparrow.models.decoder_config import read_config
 from sparrow.models.identity import architecture
 from sparrow.models.tokenizer import tokenizer_of_model
 from sparrow.protocols import AdaptiveBudget
 from sparrow.recipes.grpo_config import GRPOConfig, Validation, best_saves, check
+from sparrow.recipes.grpo_memory import check_memory
 from sparrow.recipes.grpo_minibatches import Minibatch, combine_metrics, split_minibatches
 from sparrow.recipes.grpo_report import decode_responses, print_report, rollout_metrics, sample_rows
 from sparrow.recipes.grpo_resume import changed_lines, changed_settings, check_resumable, write_settings
@@ -97,6 +99,7 @@ class SparrowGRPO:
             ensure_warmup(cfg.warmup, Path(cfg.model))
         source = Path(cfg.model) if save is None else save / "model"
         self.tokenizer = tokenizer_of_model(source)  # before the weights, which take their time
+        check_memory(cfg, read_config(source), self.cache, self.device)
         self.model = load_decoder(source, self.device, torch.float32)
         self._build_around_model()
         if save is not None:
