@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from sparrow.training.sharding import share_of
 
 # Quintic coefficients of the reference implementation and of torch.optim.Muon.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -46,10 +49,12 @@ class Muon(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     same_shape[parameter.shape].append((parameter, self._momentum(parameter, group)))
             for shape, pairs in same_shape.items():
-                updates = orthogonalize(torch.stack([update for _, update in pairs]))
+                # A matrix has to be whole for this; of a sharded one, each rank then keeps its share.
+                updates = orthogonalize(torch.stack([_whole(update) for _, update in pairs]))
                 scale = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
                 for (parameter, _), update in zip(pairs, updates, strict=True):
-                    parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-scale)
+                    share = share_of(update, parameter) if isinstance(parameter, DTensor) else update
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(share, alpha=-scale)
 
     def _momentum(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
         assert parameter.grad is not None
@@ -57,6 +62,10 @@ class Muon(torch.optim.Optimizer):
         buffer: Tensor = state.setdefault("momentum_buffer", torch.zeros_like(parameter.grad))
         buffer.lerp_(parameter.grad, 1 - group["momentum"])
         return parameter.grad.lerp(buffer, group["momentum"])
+
+
+def _whole(matrix: Tensor) -> Tensor:
+    return matrix.full_tensor() if isinstance(matrix, DTensor) else matrix
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:

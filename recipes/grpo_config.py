@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from sparrow.config import Component, Positional
 from sparrow.engine.engine import EngineConfig
@@ -43,6 +43,8 @@ class GRPOConfig:
     warmup: str | None = None  # config of sparrow_sft that makes `model` where it does not exist yet
     seed: int = 0
     device: str = "auto"
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of forward and backward; the optimizer's weights are fp32
+    replicate: int = 1  # copies of the model, each shared by an equal number of processes
     threads: int | None = None  # of PyTorch on the CPU; pinned, the last bits do not depend on how many cores there are
 
     data: Component
@@ -123,6 +125,8 @@ def check(cfg: GRPOConfig) -> None:
     _check_replay(cfg)
     if cfg.prompts_per_step < distributed.world_size():
         raise UserError(f"prompts_per_step: {cfg.prompts_per_step} is below the {distributed.world_size()} processes")
+    if cfg.replicate < 1 or distributed.world_size() % cfg.replicate:
+        raise UserError(f"replicate: {cfg.replicate} does not divide the {distributed.world_size()} processes")
     if cfg.sampling.temperature == 0:
         raise UserError("sampling.temperature: 0 is greedy; reinforcement learning needs samples that differ")
     if cfg.sampling.truncates:

@@ -15,7 +15,7 @@ from sparrow.components.aggregation import BatchTotals
 from sparrow.recipes.grpo_config import GRPOConfig
 from sparrow.rollout import RolloutBatch
 from sparrow.training import distributed
-from sparrow.training.packing import MicroBatch, pack, split_by_tokens
+from sparrow.training.packing import MicroBatch, empty_micro_batch, pack, split_by_tokens
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Minibatch:
     """One optimizer step, as far as this rank takes part.
 
     Attributes:
-        micro_batches: its sequences that teach something, packed; none on a rank that has no such sequence.
+        micro_batches: its sequences that teach something, packed; as many on each rank, the last ones may be empty.
         learning_tokens: response tokens of these sequences over all ranks; with 0 there is no step to take.
         totals: denominators of the loss over all ranks. Sequences without an advantage count in them, unless the
             advantage says otherwise, although their gradient is zero.
@@ -73,7 +73,10 @@ def combine_metrics(minibatches: Sequence[dict[str, float]]) -> dict[str, float]
 def _packed(batch: RolloutBatch, chosen_S: Tensor, max_tokens: int, device: torch.device) -> list[MicroBatch]:
     members = chosen_S.nonzero().flatten().tolist()
     lengths = [len(batch.prompts[s]) + int(batch.lengths_S[s]) - 1 for s in members]
-    return [pack(batch, [members[i] for i in group], device) for group in split_by_tokens(lengths, max_tokens)]
+    packed = [pack(batch, [members[i] for i in group], device) for group in split_by_tokens(lengths, max_tokens)]
+    # Each forward and backward is a collective of all ranks.
+    missing = max(distributed.gather_objects(len(packed))) - len(packed)
+    return packed + [empty_micro_batch(device)] * missing
 
 
 def _counts(batch: RolloutBatch, learning_S: Tensor, counted_S: Tensor) -> tuple[int, BatchTotals]:

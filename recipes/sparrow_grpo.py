@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparrow.attention.packed import PackedCausal
 from sparrow.components.acceptance import TailTokens, alpha_top_k, top_k_floor
@@ -35,7 +35,7 @@ from sparrow.config import to_yaml
 from sparrow.engine.engine import Engine
 from sparrow.errors import AlarmStop, Interrupted, UserError
 from sparrow.launch import check_stop, run_recipe, stop_requested
-from sparrow.models.checkpoint import load_decoder, save_decoder
+from sparrow.models.checkpoint import save_weights
 from sparrow.models.decoder import Decoder
 from sparrow.models.decoder_config import read_config
 from sparrow.models.identity import architecture
@@ -64,8 +64,13 @@ from sparrow.training.run_state import (
     load_optimizer,
     resolve_resume,
     save_run_state,
+    unfinished_save,
     would_be_kept,
 )
+from sparrow.training.sharded_state import load_shards, load_whole, save_shards
+from sparrow.training.sharding import clip_gradients, full_state_dict, is_sharded, load_trained, release
+
+SHARDS = "shards"  # folder within a save
 
 
 class SparrowGRPO:
@@ -100,7 +105,7 @@ class SparrowGRPO:
         source = Path(cfg.model) if save is None else save / "model"
         self.tokenizer = tokenizer_of_model(source)  # before the weights, which take their time
         check_memory(cfg, read_config(source), self.cache, self.device)
-        self.model = load_decoder(source, self.device, torch.float32)
+        self.model = load_trained(source, self.device, getattr(torch, cfg.dtype), cfg.replicate)
         self._build_around_model()
         if save is not None:
             self._load_state(save)
@@ -146,8 +151,8 @@ class SparrowGRPO:
 
     def _build_around_model(self) -> None:
         cfg, eos_ids = self.cfg, self.tokenizer.eos_ids
-        dtype = getattr(torch, cfg.engine.dtype or "float32")
-        check_runs(self.cache, self.model.config, self.device, dtype)
+        engine = replace(cfg.engine, dtype=cfg.engine.dtype or cfg.dtype)
+        check_runs(self.cache, self.model.config, self.device, getattr(torch, engine.dtype or cfg.dtype))
         # Once more, as a warm-up may have made the checkpoint only now.
         self.schedule_differences = self._schedule_differences()
         decode, top_k = self.tokenizer.decode, self.acceptance.top_k
@@ -158,9 +163,10 @@ class SparrowGRPO:
         if cfg.replay is not None:
             self.engine = Replay(Path(cfg.replay), self.cache, self.origin)
         else:
-            self.engine = Engine(self.model, self.cache, eos_ids, cfg.engine, cfg.seed, top_k, decode)
+            self.engine = Engine(self.model, self.cache, eos_ids, engine, cfg.seed, top_k, decode)
         # The reference is what the policy starts from, also when the run is resumed.
-        self.reference = load_decoder(cfg.model, self.device, torch.float32) if cfg.kl_coef > 0 else None
+        trained = (self.device, getattr(torch, cfg.dtype), cfg.replicate)
+        self.reference = load_trained(cfg.model, *trained).requires_grad_(False) if cfg.kl_coef > 0 else None
         self.optimizer = cfg.optimizer.build(self.model.named_parameters())
         self.learning_rate = LearningRate(self.optimizer, cfg.lr_warmup_steps, cfg.final_lr)
         self.parameters = list(self.model.parameters())  # those of the dense policy: the adapter comes after
@@ -170,9 +176,7 @@ class SparrowGRPO:
         self.dense_cache = DenseKVCache(self.cache.page_size, self.cache.block_size)
         if cfg.validation is not None:
             # Numbers of its own: training and validation prompts count from 0 alike.
-            self.validation_engine = Engine(
-                self.model, self.dense_cache, eos_ids, cfg.engine, cfg.seed + 1, decode=decode
-            )
+            self.validation_engine = Engine(self.model, self.dense_cache, eos_ids, engine, cfg.seed + 1, decode=decode)
 
     def _print_start(self) -> None:
         """What goes wrong most often: sampling parameters, end of the response, the prompt as the model sees it."""
@@ -360,6 +364,8 @@ class SparrowGRPO:
         batch.dense_logprobs_T, batch.entropy_T = logprobs_T, entropy_T
         if self.reference is not None:
             batch.reference_logprobs_T = self._reference_logprobs(self.reference, T, micro_batches)
+            release(self.reference)
+        release(self.model)
         batch.alpha_T, beside_T = self.acceptance.headline(None if batch.hidden_TE is None else exact_T, top_k_T)
         return self._acceptance_metrics(batch, floor_T, beside_T) | self._correct(batch)
 
@@ -398,8 +404,7 @@ class SparrowGRPO:
     def _optimizer_step(self, batch: RolloutBatch, minibatch: Minibatch) -> dict[str, float]:
         """Leaves the weights alone where a value is not finite."""
         sums = distributed.sum_values(self._accumulate(batch, minibatch))
-        distributed.sum_gradients(self.parameters)
-        norm = float(nn.utils.clip_grad_norm_(self.parameters, self.cfg.max_grad_norm))
+        norm = clip_gradients(self.parameters, self.cfg.max_grad_norm)
         loss = sums.pop("loss")
         finite = self._finite(loss=loss, grad_norm=norm, tokens=sums.pop("nonfinite"))
         if finite:
@@ -535,11 +540,20 @@ class SparrowGRPO:
         if distributed.rank() == 0:
             keep = self.cfg.keep_last
             save_run_state(self.saves, self.step, self._write_state, keep, self.best, self.best_value)
+        else:
+            self._write_shared(unfinished_save(self.saves, self.step))
         distributed.barrier()
         self.last_save = self.step
 
+    def _write_shared(self, folder: Path) -> dict[str, Tensor]:
+        """What all ranks write together; returns the weights to export, on rank 0."""
+        distributed.barrier()  # the folder is there
+        if is_sharded(self.model):
+            save_shards(folder / SHARDS, self.model, self.optimizer)
+        return full_state_dict(self.model, getattr(torch, self.cfg.dtype))
+
     def _write_state(self, folder: Path) -> None:
-        save_decoder(self.model, folder / "model", self.tokenizer.path)
+        save_weights(self._write_shared(folder), self.model.config, folder / "model", self.tokenizer.path)
         if self.distiller is not None:
             self.distiller.export(folder / "adapter")
         write_settings(self.cfg, folder)
@@ -549,7 +563,7 @@ class SparrowGRPO:
             "version": self.engine.version,
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
             "alarms": self.alarms.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": None if is_sharded(self.model) else self.optimizer.state_dict(),
             "trackers": self.trackers.state_dict(),
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state() if self.device.type == "cuda" else None,
@@ -565,7 +579,7 @@ class SparrowGRPO:
         self.engine.version = state["version"]
         self.nonfinite_in_a_row = state["nonfinite_in_a_row"]
         self.alarms.load_state_dict(state["alarms"])
-        load_optimizer(self.optimizer, state["optimizer"])
+        self._load_optimizer(save, state["optimizer"])
         if save.resolve().parent == self.saves.resolve():  # The save of another run begins a run of its own.
             self.run_id = state["trackers"]["run_id"]
         torch.set_rng_state(state["rng"])
@@ -577,6 +591,15 @@ class SparrowGRPO:
             self.distiller.load_state_dict(state["distiller"])
         if self.controller is not None and state["controller"] is not None:  # None: begun with another budget
             self.controller.load_state_dict(state["controller"])
+
+    def _load_optimizer(self, save: Path, whole: dict[str, Any] | None) -> None:
+        """Whatever number of processes saved it; with shards come the fp32 weights, which an export in bf16 rounds."""
+        if whole is None:
+            load_shards(save / SHARDS, self.model, self.optimizer, self.parameters)
+        elif is_sharded(self.model):
+            load_whole(whole, self.optimizer, self.parameters)
+        else:
+            load_optimizer(self.optimizer, whole)
 
     def cleanup(self) -> None:
         self.trackers.close()

@@ -220,7 +220,11 @@ def _signals() -> Iterator[None]:
 def _process_group() -> Iterator[None]:
     """The process group of a run under torchrun: gloo for CPU tensors and, where there is CUDA, nccl for its own."""
     if "WORLD_SIZE" not in os.environ:
-        yield
+        try:
+            yield
+        finally:
+            if dist.is_initialized():  # of one process, for sharding's bf16 copies
+                dist.destroy_process_group()
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

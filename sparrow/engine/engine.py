@@ -26,12 +26,13 @@ from sparrow.engine.rows import Rows
 from sparrow.engine.sampler import SamplingParams
 from sparrow.engine.scheduler import Scheduler
 from sparrow.engine.stop import StopStrings
-from sparrow.engine.weights import PackedWeights, RolloutWeights, SharedWeights
+from sparrow.engine.weights import CopiedWeights, PackedWeights, RolloutWeights, SharedWeights
 from sparrow.engine.window import Window
 from sparrow.errors import UserError
 from sparrow.models.decoder import Decoder
 from sparrow.protocols import KVCache
 from sparrow.rollout import RolloutBatch
+from sparrow.training.sharding import is_sharded
 
 CUDA_STEPS_PER_LOOK = 16
 BLOCKS_ROUNDED = 8  # of a row's table
@@ -112,6 +113,8 @@ class Engine:
     def _weights(self, trained_in: torch.dtype) -> RolloutWeights:
         if self.device.type == "cuda":
             return PackedWeights(self.model, self.device, self.dtype, self.config.max_rows, self.config.tune)
+        if is_sharded(self.model):
+            return CopiedWeights(self.model, self.device, self.dtype)
         if self.dtype != trained_in:
             raise UserError(
                 f"engine.dtype: {self.config.dtype} on the CPU, where the rollout shares the trainer's weights in "

@@ -1,4 +1,4 @@
-"""Whose weights the rollout runs: the trainer's own, or a packed copy in the rollout's dtype that a sync refreshes.
+"""Whose weights the rollout runs: the trainer's own, or a copy in the rollout's dtype that a sync refreshes.
 
 Axes: T probe tokens, V vocabulary.
 """
@@ -12,7 +12,9 @@ from torch import Tensor
 
 from sparrow.attention.packed import PackedCausal
 from sparrow.engine.decode import RolloutModel
+from sparrow.models.adapted import copy_weights
 from sparrow.models.decoder import Decoder
+from sparrow.training.sharding import release
 
 PROBE_TOKENS = 64
 PROBE_STRIDE = 7919  # a prime: the probe walks over the whole vocabulary
@@ -47,6 +49,29 @@ class SharedWeights:
 
     def sleep(self) -> None:
         """Nothing to give back."""
+
+
+class CopiedWeights:
+    """A plain copy of a sharded model, whose forward needs all ranks while each decodes at its own pace.
+
+    Filled at every `wake`, which is collective.
+    """
+
+    probe_difference = 0.0
+
+    def __init__(self, model: Decoder, device: torch.device, dtype: torch.dtype) -> None:
+        self.model, self.device, self.dtype = model, device, dtype
+
+    def wake(self) -> RolloutModel:
+        """A fresh copy, adapters that are active included."""
+        with torch.device("meta"):
+            decoder = Decoder(self.model.config).to(self.dtype)
+        decoder.to_empty(device=self.device)
+        copy_weights(decoder, self.model)
+        return decoder
+
+    def sleep(self) -> None:
+        """The engine drops the only reference to the copy; there is nothing else."""
 
 
 class PackedWeights:
@@ -92,6 +117,7 @@ class PackedWeights:
         length = min(PROBE_TOKENS, self.model.config.max_position_embeddings)
         tokens_T = torch.arange(length, device=self.device) * PROBE_STRIDE % vocab_size
         ours, trainers = _logprobs(decoder, tokens_T), _logprobs(self.model, tokens_T)
+        release(self.model)
         return float((ours - trainers).abs().mean())
 
 

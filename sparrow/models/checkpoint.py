@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,7 +50,13 @@ class _StoredTensor:
     dtype: str
 
 
-def load_decoder(path: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:
+def load_decoder(
+    path: Path | str,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    shard: Callable[[Decoder], None] | None = None,
+    copy_share: Callable[[Tensor, Tensor], None] | None = None,
+) -> Decoder:
     """Loads a Qwen3, Qwen2.5 or Llama checkpoint, one tensor at a time.
 
     Every file's header is checked before the first tensor is read. Beside the weights, one tensor of the file is in
@@ -60,6 +66,7 @@ def load_decoder(path: Path | str, device: torch.device | str = "cpu", dtype: to
         path: Hugging Face folder with config.json and model.safetensors, single or sharded with its index.
         device: where the weights go.
         dtype: what the weights are converted to.
+        shard: shards the model's parameters before any has memory; then `copy_share` writes each tensor's share.
 
     Raises:
         UserError: an unsupported model, or a missing, truncated or foreign file; says file, key and tensors.
@@ -73,7 +80,16 @@ def load_decoder(path: Path | str, device: torch.device | str = "cpu", dtype: to
         _check_tied_head(stored)
         del stored[_HEAD]
     _check_tensors(folder, stored, {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()})
-    model.load_state_dict(_read_tensors(stored, torch.device(device), dtype), assign=True)
+    tensors = _read_tensors(stored, torch.device(device), dtype)
+    if shard is None or copy_share is None:
+        model.load_state_dict(dict(tensors), assign=True)
+        return model
+    shard(model)
+    model.to_empty(device=device)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in tensors:
+            copy_share(parameters[name], tensor)
     return model
 
 
@@ -226,14 +242,14 @@ def _check_tensors(folder: Path, stored: Mapping[str, _StoredTensor], expected: 
         raise UserError(f"{folder}: the weights do not fit: {'; '.join(problems[:_SHOWN_PROBLEMS])}{more}")
 
 
-def _read_tensors(stored: Mapping[str, _StoredTensor], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    state: dict[str, Tensor] = {}
+def _read_tensors(
+    stored: Mapping[str, _StoredTensor], device: torch.device, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in stored.items():
         # Opened anew for each: what was read of a mapped file counts as memory of the process until it is closed.
         with _open(tensor.file) as weights:
             # A copy, because get_tensor may hand out a view of the mapped file, which can change under us.
-            state[name] = weights.get_tensor(name).to(device, dtype, copy=True)
-    return state
+            yield name, weights.get_tensor(name).to(device, dtype, copy=True)
 
 
 def _token_ids(source: Path) -> dict[str, Any]:

@@ -10,18 +10,19 @@ C shares of a projection, N any selection of tokens, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparrow.kernels.add_norm import add_norm
 from sparrow.kernels.linear import linear, swiglu
 from sparrow.kernels.options import LinearOptionsTable, row_tiles
+from sparrow.models.adapted import effective_weight
 from sparrow.models.decoder import Decoder, DecoderLayer, rotary_factors, rotate
 from sparrow.models.decoder_config import DecoderConfig
 from sparrow.protocols import Attention, HeadParameters, ProjectionAttention
+from sparrow.training.sharding import gathered
 
 
 @dataclass(frozen=True)
@@ -61,14 +62,16 @@ class RolloutDecoder:
 
     @torch.no_grad()
     def load(self, model: Decoder) -> None:
-        """Copies the model's weights, with the deltas of adapters that are active."""
-        self.embedding_VE.copy_(model.model.embed_tokens.weight)
-        if model.lm_head is not None:
-            self.head_VE.copy_(model.lm_head.weight)
-        self.final_gain_E.copy_(model.model.norm.weight)
+        """Copies the model's weights, with the deltas of adapters that are active; collective where it is sharded."""
+        with gathered(model):
+            self.embedding_VE.copy_(model.model.embed_tokens.weight)
+            if model.lm_head is not None:
+                self.head_VE.copy_(model.lm_head.weight)
+            self.final_gain_E.copy_(model.model.norm.weight)
         for packed, layer in zip(self.layers, model.model.layers, strict=True):
             assert isinstance(layer, DecoderLayer)
-            _load_layer(packed, layer)
+            with gathered(layer):
+                _load_layer(packed, layer)
 
     @torch.no_grad()
     def tune(self, num_rows: int) -> None:
@@ -158,16 +161,16 @@ class RolloutDecoder:
 def _load_layer(packed: PackedLayer, layer: DecoderLayer) -> None:
     attention, mlp = layer.self_attn, layer.mlp
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    _copy_rows(packed.qkv_XE, [_weight(module) for module in projections])
+    _copy_rows(packed.qkv_XE, [effective_weight(module) for module in projections])
     if packed.heads.bias_X is not None:
         _copy_rows(packed.heads.bias_X, [module.bias for module in projections])
     if packed.heads.gains is not None:
         assert attention.q_norm is not None and attention.k_norm is not None
         packed.heads.gains[0].copy_(attention.q_norm.weight)
         packed.heads.gains[1].copy_(attention.k_norm.weight)
-    packed.output_EX.copy_(_weight(attention.o_proj))
-    _copy_rows(packed.gate_up_2IE, [_weight(mlp.gate_proj), _weight(mlp.up_proj)])
-    packed.down_EI.copy_(_weight(mlp.down_proj))
+    packed.output_EX.copy_(effective_weight(attention.o_proj))
+    _copy_rows(packed.gate_up_2IE, [effective_weight(mlp.gate_proj), effective_weight(mlp.up_proj)])
+    packed.down_EI.copy_(effective_weight(mlp.down_proj))
     packed.input_gain_E.copy_(layer.input_layernorm.weight)
     packed.mlp_gain_E.copy_(layer.post_attention_layernorm.weight)
 
@@ -175,15 +178,3 @@ def _load_layer(packed: PackedLayer, layer: DecoderLayer) -> None:
 def _copy_rows(target: Tensor, sources: list[Tensor]) -> None:
     for part, source in zip(target.split([len(source) for source in sources]), sources, strict=True):
         part.copy_(source)
-
-
-def _weight(module: nn.Module) -> Tensor:
-    """The weight that the module multiplies with; of a peft layer its base's and the active adapters' deltas."""
-    if not hasattr(module, "base_layer"):
-        return module.get_parameter("weight")
-    adapted: Any = module
-    weight: Tensor = adapted.base_layer.weight
-    if not adapted.disable_adapters and not adapted.merged:
-        for adapter in adapted.active_adapters:
-            weight = weight + adapted.get_delta_weight(adapter)
-    return weight

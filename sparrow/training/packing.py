@@ -71,6 +71,23 @@ def pack(batch: RolloutBatch, sequences: Sequence[int], device: torch.device) ->
     )
 
 
+def empty_micro_batch(device: torch.device) -> MicroBatch:
+    """One token, of which nothing is asked: for a rank without sequences that must take part in the forward."""
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return MicroBatch(
+        sequences=[],
+        lengths=[1],
+        prompt_lengths=[1],
+        tokens_P=torch.zeros(1, dtype=torch.int64, device=device),
+        positions_P=torch.zeros(1, dtype=torch.int64, device=device),
+        targets_N=nothing.to(device),
+        predicts_N=nothing.to(device),
+        index_N=nothing,
+        sequence_N=nothing.to(device),
+        response_lengths=nothing.to(device),
+    )
+
+
 def split_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Groups indices so that no group's padded size, longest times count, exceeds `max_tokens`.
 

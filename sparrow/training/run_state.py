@@ -63,7 +63,7 @@ def save_run_state(
     for leftover in directory.glob("step_*.tmp"):
         shutil.rmtree(leftover)
     final = directory / f"step_{step:06d}"
-    temporary = final.with_suffix(".tmp")
+    temporary = unfinished_save(directory, step)
     temporary.mkdir()
     write(temporary)
     _seal(temporary, step, {best.metric: value} if best is not None and _counts(value) else {})
@@ -82,6 +82,11 @@ def would_be_kept(directory: Path, best: KeepBest, value: float | None) -> bool:
     """Whether a save with this value would now be among the best; equal values leave the older save its place."""
     values = [_value(save, best.metric) for save in _best_saves(directory, best)]
     return _counts(value) and (len(values) < best.count or value > values[-1])
+
+
+def unfinished_save(directory: Path, step: int) -> Path:
+    """The folder that `save_run_state` has written, for the processes that wait and add files of their own."""
+    return directory / f"step_{step:06d}.tmp"
 
 
 def latest_run_state(directory: Path) -> Path | None:

@@ -1,0 +1,76 @@
+"""Optimizer state and fp32 weights of a sharded run, by torch.distributed.checkpoint: each rank writes its share.
+
+What was saved by any number of processes, one included, is read by any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from sparrow.models.checkpoint import plain_state_dict
+from sparrow.models.decoder import Decoder
+from sparrow.training.sharding import share_of
+
+
+class Optimizer(Protocol):
+    """What is asked of an optimizer; `MuonWithAdamW` is none of torch's."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+    def step(self) -> Any: ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
+
+
+def save_shards(folder: Path, model: Decoder, optimizer: Optimizer) -> None:
+    """Writes the folder; collective."""
+    dcp.save({"model": plain_state_dict(model), "optimizer": optimizer.state_dict()}, checkpoint_id=folder)
+
+
+def load_shards(folder: Path, model: Decoder, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Reads what `save_shards` wrote into a model, sharded or not, and its fresh optimizer; collective."""
+    _make_state(optimizer, parameters)
+    state = {"model": plain_state_dict(model), "optimizer": optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    optimizer.load_state_dict(state["optimizer"])
+
+
+def load_whole(state: dict[str, Any], optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Loads the state dict of a run that was not sharded into the fresh optimizer of one that is; collective."""
+    _make_state(optimizer, parameters)
+    optimizer.load_state_dict(_shares(state, optimizer.state_dict()))
+
+
+def _shares(whole: Any, like: Any) -> Any:
+    if isinstance(like, dict):
+        return {key: _shares(whole[key], value) for key, value in like.items()}
+    if isinstance(like, DTensor):
+        return share_of(whole.to(like.device), like)
+    return whole
+
+
+@torch.no_grad()
+def _make_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """A step without gradient or rate, which moves nothing: the optimizer's tensors exist, and can be read into."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate

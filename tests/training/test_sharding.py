@@ -1,0 +1,74 @@
+"""Sharded over two processes, losses and gradients are those of one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparrow.components.aggregation import MODES
+from sparrow.models.checkpoint import save_decoder
+from sparrow.models.decoder import Decoder
+from sparrow.models.decoder_config import DecoderConfig
+
+SCRIPT = Path(__file__).with_name("sharding_ranks.py")
+
+
+def config(tied: bool) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=17,  # odd: the shares are unequal
+        hidden_size=16,
+        intermediate_size=24,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        rope_theta=1e4,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=tied,
+        qkv_bias=not tied,
+        qk_norm=tied,
+        max_position_embeddings=64,
+    )
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict, dict]:
+    """Of one process, and of the first and second of two."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for name in ("tied", "untied"):
+        model = Decoder(config(name == "tied"))
+        model.init_weights(0)
+        save_decoder(model, folder / name, None)
+    commands = [[sys.executable, str(SCRIPT), *rank, str(folder)] for rank in (("0", "1"), ("0", "2"), ("1", "2"))]
+    processes = [subprocess.Popen(command) for command in commands]
+    assert [process.wait(timeout=200) for process in processes] == [0, 0, 0]
+    return tuple(torch.load(folder / f"{name}.pt") for name in ("1_0", "2_0", "2_1"))
+
+
+@pytest.mark.parametrize("replicate", [1, 2], ids=["sharded", "replicated"])
+@pytest.mark.parametrize("case", [*MODES, "gspo"])
+@pytest.mark.parametrize("head", ["tied", "untied"])
+def test_two_processes_have_the_loss_and_gradients_of_one(results, head: str, case: str, replicate: int) -> None:
+    one, first, second = results
+    ours = one[f"{head} float32 {case} / 1"]
+    assert ours["norm"] > 0.1, "clipped"
+    for theirs in (first, second):
+        twin = theirs[f"{head} float32 {case} / {replicate}"]
+        assert twin.keys() == ours.keys()
+        for name, value in ours.items():
+            torch.testing.assert_close(
+                twin[name], value, atol=1e-6, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+@pytest.mark.parametrize("replicate", [1, 2])
+def test_bf16_has_fp32_gradients_near_those_of_fp32(results, replicate: int) -> None:
+    one, first, _ = results
+    exact = one["tied float32 token-mean / 1"]
+    for rounded in (one["tied bfloat16 token-mean / 1"], first[f"tied bfloat16 token-mean / {replicate}"]):
+        differences = [(rounded[name] - exact[name]).norm() / exact[name].norm() for name in exact]
+        assert 0 < max(differences) < 0.1
