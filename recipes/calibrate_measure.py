@@ -204,6 +204,7 @@ def share_of(trajectories: Trajectories, num_samples: int, rank: int, world_size
         pages_T=none,
         terminated_S=torch.zeros(S, dtype=torch.bool),
         versions_S=torch.zeros(S, dtype=torch.int64),
+        numbers_S=torch.arange(S),
     )
 
 

@@ -15,6 +15,7 @@ from sparrow.components.aggregation import BatchTotals
 from sparrow.recipes.grpo_config import GRPOConfig
 from sparrow.rollout import RolloutBatch
 from sparrow.training import distributed
+from sparrow.training.balance import balance
 from sparrow.training.packing import MicroBatch, empty_micro_batch, pack, split_by_tokens
 
 
@@ -34,23 +35,24 @@ class Minibatch:
     totals: BatchTotals
 
 
+def balance_ranks(batch: RolloutBatch, cfg: GRPOConfig) -> RolloutBatch:
+    """The batch after sequences moved to where fewer tokens are, in each minibatch and among those only scored."""
+    return balance(batch, _part(batch, cfg) * 2 + _learns(batch, cfg))
+
+
 def split_minibatches(
-    batch: RolloutBatch, keep_S: Tensor, cfg: GRPOConfig, device: torch.device
+    batch: RolloutBatch, cfg: GRPOConfig, device: torch.device
 ) -> tuple[list[Minibatch], list[MicroBatch]]:
     """Deals whole groups out to `cfg.minibatches` optimizer steps.
-
-    Args:
-        keep_S: bool; sequences that count in the denominators (`Advantages.keep_S`) whether they teach or not.
 
     Returns:
         The minibatches, and micro-batches of the sequences without an advantage: these are scored, for the acceptance
         tail, but go through no update. With a KL term there are none, since the reference pulls on every sequence.
     """
-    assert batch.advantages_S is not None
-    learns_S = (batch.advantages_S != 0) | (cfg.kl_coef > 0)
-    counted_S = keep_S | learns_S
-    # By the group's number in the step: the same split whatever the number of ranks.
-    part_S = (distributed.rank() + batch.groups_S * distributed.world_size()) % cfg.minibatches
+    assert batch.keep_S is not None
+    learns_S, part_S = _learns(batch, cfg), _part(batch, cfg)
+    # Those that teach nothing can count as well.
+    counted_S = batch.keep_S | learns_S
     minibatches = [
         Minibatch(
             _packed(batch, learns_S & (part_S == part), cfg.micro_batch_tokens, device),
@@ -59,6 +61,15 @@ def split_minibatches(
         for part in range(cfg.minibatches)
     ]
     return minibatches, _packed(batch, ~learns_S, cfg.micro_batch_tokens, device)
+
+
+def _learns(batch: RolloutBatch, cfg: GRPOConfig) -> Tensor:
+    assert batch.advantages_S is not None
+    return (batch.advantages_S != 0) | (cfg.kl_coef > 0)
+
+
+def _part(batch: RolloutBatch, cfg: GRPOConfig) -> Tensor:
+    return batch.numbers_S % cfg.minibatches  # the same split whatever the number of ranks
 
 
 def combine_metrics(minibatches: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -33,6 +33,7 @@ from sparrow.components.loss import LossInputs, kl_penalty
 from sparrow.components.reward import columns_per_sequence, combine_rewards
 from sparrow.config import to_yaml
 from sparrow.engine.engine import Engine
+from sparrow.engine.sampler import SamplingParams
 from sparrow.errors import AlarmStop, Interrupted, UserError
 from sparrow.launch import check_stop, run_recipe, stop_requested
 from sparrow.models.checkpoint import save_weights
@@ -43,7 +44,7 @@ from sparrow.models.tokenizer import tokenizer_of_model
 from sparrow.protocols import AdaptiveBudget
 from sparrow.recipes.grpo_config import GRPOConfig, Validation, best_saves, check
 from sparrow.recipes.grpo_memory import check_memory
-from sparrow.recipes.grpo_minibatches import Minibatch, combine_metrics, split_minibatches
+from sparrow.recipes.grpo_minibatches import Minibatch, balance_ranks, combine_metrics, split_minibatches
 from sparrow.recipes.grpo_report import decode_responses, print_report, rollout_metrics, sample_rows
 from sparrow.recipes.grpo_resume import changed_lines, changed_settings, check_resumable, write_settings
 from sparrow.recipes.sparrow_sft import ensure_warmup
@@ -263,9 +264,10 @@ class SparrowGRPO:
         with _clock(seconds, "time/rollout"):
             batch = self._rollout()
         with _clock(seconds, "time/reward"):
-            reward_metrics, keep_S = self._score(batch)
+            reward_metrics = self._score(batch)
+            batch = balance_ranks(batch, self.cfg)
         # Dense pass and update share their micro-batches, so that their log-probs are bit-equal.
-        minibatches, only_scored = split_minibatches(batch, keep_S, self.cfg, self.device)
+        minibatches, only_scored = split_minibatches(batch, self.cfg, self.device)
         everything = [micro for minibatch in minibatches for micro in minibatch.micro_batches] + only_scored
         with _clock(seconds, "time/dense"):
             metrics = self._dense_pass(batch, everything)
@@ -291,23 +293,14 @@ class SparrowGRPO:
         """This rank's share of the step's prompts; random numbers follow the prompt, not the rank."""
         cfg = self.cfg
         first = self.next_prompt
-        numbers = list(range(first, first + cfg.prompts_per_step))[distributed.rank() :: distributed.world_size()]
-        examples = [self.data.example(number) for number in numbers]
         adapter: AbstractContextManager[None] = nullcontext()
         if self.distiller is not None and not self.alarms.fallback:
             adapter = self.distiller.rollout()
         self.engine.cache = self.dense_cache if self.alarms.fallback else self.cache  # the engine sleeps between steps
         with adapter:
-            batch = self.engine.generate(
-                [self._encode(example) for example in examples],
-                cfg.num_samples,
-                cfg.sampling,
-                prompt_numbers=numbers,
-                keep_hidden=self.acceptance.needs_hidden,
-                on_step=_stop_between_tokens,
+            batch = self._generate(
+                self.engine, self.data, range(first, first + cfg.prompts_per_step), cfg.num_samples, cfg.sampling
             )
-        self.engine.sleep()  # The pool must not stand beside the activations of training, nor beside validation's.
-        batch.columns = [example.columns for example in examples]
         batch.texts = decode_responses(batch, self.tokenizer)
         step, every = self.step + 1, int(cfg.dump_rollouts)
         if every and step % every == 0:
@@ -315,26 +308,47 @@ class SparrowGRPO:
                 self.output_dir / "rollouts",
                 step,
                 batch,
-                numbers,
+                batch.numbers_S[:: cfg.num_samples].tolist(),
                 self.origin,
                 self.engine.stats,
                 lambda folder: write_settings(cfg, folder),
             )
         return batch
 
-    def _score(self, batch: RolloutBatch) -> tuple[dict[str, float], Tensor]:
-        """Rewards and group advantages; returns metrics over all ranks, and which sequences the loss counts [S]."""
+    def _generate(
+        self, engine: Engine | Replay, data: PromptData, numbers: Sequence[int], num_samples: int, sampling: SamplingParams
+    ) -> RolloutBatch:
+        """Responses to the prompts that this rank takes from the queue of all ranks."""
+        examples = {number: data.example(number) for number in numbers}
+        encoded = {number: self._encode(example) for number, example in examples.items()}
+        # Longest first: dealt out in turn they are about equal shares, and none that takes long comes last.
+        order = numbers if distributed.world_size() == 1 else sorted(numbers, key=lambda number: -len(encoded[number]))
+        batch = engine.generate(
+            [encoded[number] for number in order],
+            num_samples,
+            sampling,
+            prompt_numbers=order,
+            keep_hidden=engine is self.engine and self.acceptance.needs_hidden,
+            on_step=_stop_between_tokens,
+            queue=distributed.SharedQueue(len(order)),
+        )
+        engine.sleep()  # The pool must not stand beside the activations of training, nor beside another engine's.
+        batch.columns = [examples[number].columns for number in batch.numbers_S[::num_samples].tolist()]
+        return batch
+
+    def _score(self, batch: RolloutBatch) -> dict[str, float]:
+        """Rewards and group advantages; returns metrics over all ranks."""
         columns = columns_per_sequence(batch.columns, batch.groups_S)
         batch.rewards_S, parts = combine_rewards(self.rewards, batch.texts, columns)
         advantages = self.advantage(batch.rewards_S, batch.groups_S)
-        batch.advantages_S = advantages.advantages_S
+        batch.advantages_S, batch.keep_S = advantages.advantages_S, advantages.keep_S
         # The figures are those of the whole step; each rank's groups get numbers of their own for that.
         groups_S = batch.groups_S + distributed.rank() * self.cfg.prompts_per_step
         everywhere = self.advantage(distributed.gather(batch.rewards_S), distributed.gather(groups_S))
         metrics = dict(everywhere.metrics)
         for name, part_S in parts.items():
             metrics[f"rewards/{name}/mean"] = float(distributed.gather(part_S).nanmean())
-        return metrics, advantages.keep_S
+        return metrics
 
     @torch.no_grad()
     def _dense_pass(self, batch: RolloutBatch, micro_batches: list[MicroBatch]) -> dict[str, float]:
@@ -506,18 +520,10 @@ class SparrowGRPO:
 
     def _validate(self, validation: Validation) -> dict[str, float]:
         """Dense rollouts of the dense policy on held-out prompts."""
-        numbers = range(distributed.rank(), validation.prompts, distributed.world_size())
-        examples = [self.validation_data.example(number) for number in numbers]
         sampling = replace(self.cfg.sampling, temperature=validation.temperature)
-        batch = self.validation_engine.generate(
-            [self._encode(example) for example in examples],
-            validation.num_samples,
-            sampling,
-            prompt_numbers=list(numbers),
-            on_step=_stop_between_tokens,
-        )
-        self.validation_engine.sleep()
-        columns = columns_per_sequence([example.columns for example in examples], batch.groups_S)
+        numbers = range(validation.prompts)
+        batch = self._generate(self.validation_engine, self.validation_data, numbers, validation.num_samples, sampling)
+        columns = columns_per_sequence(batch.columns, batch.groups_S)
         rewards_S, _ = combine_rewards(self.rewards, decode_responses(batch, self.tokenizer), columns)
         rewards_S, lengths_S = distributed.gather(rewards_S), distributed.gather(batch.lengths_S)
         name = f"val/mean@{validation.num_samples}"

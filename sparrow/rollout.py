@@ -5,7 +5,8 @@ Axes: S sequences, T response tokens of all sequences packed one after the other
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -29,10 +30,12 @@ class RolloutBatch:
         terminated_S: True where the response ended by itself, with a token of the EOS set or with one that completes a
             stop string; False where it was cut.
         versions_S: per-sequence generator_version, the weights that made it (`Engine.version`), int64.
+        numbers_S: number of the sequence's prompt in the data, the same on any number of processes, int64.
         columns: per group, what the data set said besides the prompt (gold answer, ...), for the reward functions.
         texts: S decoded responses, for rewards and the sample table; training never re-tokenises them.
         rewards_S: weighted sum of the reward functions; NaN where none had an opinion.
         advantages_S: within the group, fp32.
+        keep_S: whether the loss counts the sequence in its denominators (`Advantages.keep_S`), bool.
         dense_logprobs_T: log-prob of the token under the dense policy before the update, at the sampling temperature.
         entropy_T: of the dense policy, nats.
         reference_logprobs_T: the token's log-prob under the frozen reference, for the KL term.
@@ -51,6 +54,7 @@ class RolloutBatch:
     pages_T: Tensor
     terminated_S: Tensor
     versions_S: Tensor
+    numbers_S: Tensor
     hidden_TE: Tensor | None = None
     columns: list[dict[str, Any]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -58,6 +62,7 @@ class RolloutBatch:
     # Filled by the recipe.
     rewards_S: Tensor | None = None
     advantages_S: Tensor | None = None
+    keep_S: Tensor | None = None
     dense_logprobs_T: Tensor | None = None
     entropy_T: Tensor | None = None
     reference_logprobs_T: Tensor | None = None
@@ -100,3 +105,41 @@ class RolloutBatch:
         """The T slice of one sequence."""
         start = int(self.offsets_S[sequence])
         return slice(start, start + int(self.lengths_S[sequence]))
+
+    def select(self, sequences: Sequence[int]) -> RolloutBatch:
+        """Some of the sequences, in the order given; a group keeps its columns."""
+        index_S = torch.tensor(sequences, dtype=torch.int64)
+        slices = [torch.arange(self.num_tokens)[self.slice_of(s)] for s in sequences]
+        index_T = torch.cat([torch.zeros(0, dtype=torch.int64), *slices])
+        values: dict[str, Any] = {}
+        for name in (f.name for f in fields(self)):
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                values[name] = value[index_S if name.endswith("_S") else index_T]
+            elif name == "columns" or not value:
+                values[name] = value
+            else:
+                values[name] = [value[s] for s in sequences]
+        groups, values["groups_S"] = values["groups_S"].unique(return_inverse=True)
+        values["columns"] = [self.columns[group] for group in groups.tolist()] if self.columns else []
+        return RolloutBatch(**values)
+
+
+def join(parts: Sequence[RolloutBatch]) -> RolloutBatch:
+    """All sequences of several batches; those that answer the same prompt become one group."""
+    values: dict[str, Any] = {}
+    for name in (f.name for f in fields(RolloutBatch)):
+        column = [getattr(part, name) for part in parts]
+        if isinstance(column[0], Tensor):
+            values[name] = torch.cat(column)
+        else:
+            values[name] = None if column[0] is None else [value for part in column for value in part]
+    numbers, values["groups_S"] = values["numbers_S"].unique(return_inverse=True)
+    if values["columns"]:
+        by_number = {
+            int(part.numbers_S[part.groups_S == group][0]): columns
+            for part in parts
+            for group, columns in enumerate(part.columns)
+        }
+        values["columns"] = [by_number[number] for number in numbers.tolist()]
+    return RolloutBatch(**values)

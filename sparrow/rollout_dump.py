@@ -30,6 +30,7 @@ from sparrow.errors import UserError
 from sparrow.protocols import KVCache
 from sparrow.rollout import RolloutBatch
 from sparrow.training import distributed
+from sparrow.training.distributed import SharedQueue
 
 FORMAT = 1
 _OF_SEQUENCES = ("lengths_S", "terminated_S", "versions_S")
@@ -157,14 +158,21 @@ class Replay:
         prompt_numbers: Sequence[int],
         keep_hidden: bool = False,
         on_step: Callable[[int, int], None] | None = None,
+        queue: SharedQueue | None = None,
     ) -> RolloutBatch:
         """The rollouts of these prompts that the dump of the step holds, in the order of `prompts`.
+
+        Args:
+            queue: deals the prompts out to several processes, an equal share to each.
 
         Raises:
             UserError: a prompt is not in the dump, or another one; or hidden states are wanted and were not kept.
         """
         files = self._files(self.version + 1)
         groups = []
+        if queue is not None:
+            mine = sorted(iter(queue.deal(), None))
+            prompts, prompt_numbers = [prompts[i] for i in mine], [prompt_numbers[i] for i in mine]
         for number, prompt in zip(prompt_numbers, prompts, strict=True):
             file = next((file for file in files if number in file.numbers), None)
             if file is None:
@@ -172,7 +180,7 @@ class Replay:
             groups.append(file.group(number, prompt, keep_hidden))
         # The metric is a sum over the ranks, which need not be those of the dump.
         self.stats = EngineStats(preemptions=sum(f.preemptions for f in files) if distributed.rank() == 0 else 0)
-        return _batch(prompts, num_samples, {name: torch.cat([g[name] for g in groups]) for name in groups[0]})
+        return _batch(prompts, num_samples, prompt_numbers, {name: torch.cat([g[name] for g in groups]) for name in groups[0]})
 
     def sync(self) -> None:
         """The step is done."""
@@ -263,10 +271,13 @@ class _Dumped:
                 raise UserError(f"replay: {self.tensors}: {name} has {found} rows, {self.path.name} says {sizes[name]}")
 
 
-def _batch(prompts: Sequence[list[int]], num_samples: int, tensors: dict[str, Any]) -> RolloutBatch:
+def _batch(
+    prompts: Sequence[list[int]], num_samples: int, numbers: Sequence[int], tensors: dict[str, Any]
+) -> RolloutBatch:
     return RolloutBatch(
         prompts=[prompt for prompt in prompts for _ in range(num_samples)],
         groups_S=torch.arange(len(prompts)).repeat_interleave(num_samples),
         samples_S=torch.arange(num_samples).repeat(len(prompts)),
+        numbers_S=torch.tensor(numbers).repeat_interleave(num_samples),
         **tensors,
     )

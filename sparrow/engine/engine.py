@@ -32,6 +32,7 @@ from sparrow.errors import UserError
 from sparrow.models.decoder import Decoder
 from sparrow.protocols import KVCache
 from sparrow.rollout import RolloutBatch
+from sparrow.training.distributed import SharedQueue
 from sparrow.training.sharding import is_sharded
 
 CUDA_STEPS_PER_LOOK = 16
@@ -146,6 +147,7 @@ class Engine:
         keep_hidden: bool = False,
         on_step: Callable[[int, int], None] | None = None,
         limits: Sequence[int] | None = None,
+        queue: SharedQueue | None = None,
     ) -> RolloutBatch:
         """Samples `num_samples` responses to each prompt.
 
@@ -156,6 +158,8 @@ class Engine:
             keep_hidden: also return the final hidden states.
             on_step: called after each window with the tokens and sequences finished so far; may raise to stop.
             limits: longest response of each sequence, ordered by prompt, then sample; `max_new_tokens` by default.
+            queue: hands the prompts out to several processes that all call this with the same ones; what each returns
+                is those that it claimed, in the order of `prompts`.
 
         Raises:
             UserError: an empty prompt, one too long for the model, a pool too small for one sequence, an impossible
@@ -168,7 +172,7 @@ class Engine:
         numbers = range(len(prompts)) if prompt_numbers is None else prompt_numbers
         if len(numbers) != len(prompts):
             raise UserError(f"engine.generate: {len(numbers)} prompt_numbers for {len(prompts)} prompts")
-        scheduler = self._scheduler(prompts, num_samples, limits)
+        scheduler = self._scheduler(prompts, num_samples, limits, queue)
         try:
             decoder = self._wake()
             generation = self._generation(decoder, scheduler, max(map(len, prompts)), sampling, numbers, keep_hidden)
@@ -180,7 +184,7 @@ class Engine:
             self.sleep()
             raise
         self.stats = generation.stats
-        return self._batch(prompts, num_samples, generation)
+        return self._batch(prompts, num_samples, generation, numbers)
 
     def _check(self, prompts: Sequence[list[int]], num_samples: int, sampling: SamplingParams) -> None:
         if not prompts or num_samples < 1:
@@ -227,11 +231,28 @@ class Engine:
     def _num_blocks(self) -> int:
         return self.config.kv_tokens // self.cache.block_size
 
-    def _scheduler(self, prompts: Sequence[list[int]], num_samples: int, limits: Sequence[int] | None) -> Scheduler:
-        num_rows = min(self.config.max_rows, len(prompts) * num_samples)
-        allocator = BlockAllocator(self._num_blocks)
+    def _scheduler(
+        self,
+        prompts: Sequence[list[int]],
+        num_samples: int,
+        limits: Sequence[int] | None,
+        queue: SharedQueue | None,
+    ) -> Scheduler:
+        claim, share = None, len(prompts)
+        if queue is not None:
+            share = queue.share
+            # Where all have a row at once, there is nothing to wait for and to be taken by who is first.
+            claim = queue.deal() if share * num_samples <= self.config.max_rows else queue.claim
+        # No more rows than an equal share needs: the first to ask must not take what would leave others idle.
         return Scheduler(
-            prompts, num_samples, num_rows, self.config.max_new_tokens, allocator, self.cache.block_size, limits
+            prompts,
+            num_samples,
+            min(self.config.max_rows, share * num_samples),
+            self.config.max_new_tokens,
+            BlockAllocator(self._num_blocks),
+            self.cache.block_size,
+            limits,
+            claim,
         )
 
     def _wake(self) -> RolloutModel:
@@ -284,23 +305,27 @@ class Engine:
             return GraphStepper(decoder, self.cache, rows, drawing, buckets)
         return EagerStepper(decoder, self.cache, rows, drawing)
 
-    def _batch(self, prompts: Sequence[list[int]], num_samples: int, generation: Generation) -> RolloutBatch:
-        """All sequences, ordered by prompt, then sample."""
-        num_sequences = len(prompts) * num_samples
-        lengths_S, outputs = generation.transcript.packed(num_sequences)
+    def _batch(
+        self, prompts: Sequence[list[int]], num_samples: int, generation: Generation, numbers: Sequence[int]
+    ) -> RolloutBatch:
+        """The sequences of the claimed prompts, ordered by prompt, then sample."""
+        claimed = sorted(generation.scheduler.claimed)
+        sequences = [prompt * num_samples + sample for prompt in claimed for sample in range(num_samples)]
+        lengths_S, outputs = generation.transcript.packed(len(prompts) * num_samples)
         hidden_TE = outputs["hidden"]
         batch = RolloutBatch(
-            prompts=[prompt for prompt in prompts for _ in range(num_samples)],
-            groups_S=torch.arange(len(prompts)).repeat_interleave(num_samples),
-            samples_S=torch.arange(num_samples).repeat(len(prompts)),
-            lengths_S=lengths_S,
+            prompts=[prompts[prompt] for prompt in claimed for _ in range(num_samples)],
+            groups_S=torch.arange(len(claimed)).repeat_interleave(num_samples),
+            samples_S=torch.arange(num_samples).repeat(len(claimed)),
+            lengths_S=lengths_S[sequences],
             tokens_T=outputs["tokens"],
             logprobs_T=outputs["logprobs"],
             top_ids_TK=outputs["top_ids"].long(),
             top_logprobs_TK=outputs["top_logprobs"],
             pages_T=torch.empty(0, dtype=torch.int64),
-            terminated_S=torch.tensor([s in generation.terminated for s in range(num_sequences)]),
-            versions_S=torch.full((num_sequences,), self.version),
+            terminated_S=torch.tensor([s in generation.terminated for s in sequences]),
+            versions_S=torch.full((len(sequences),), self.version),
+            numbers_S=torch.tensor([numbers[prompt] for prompt in claimed]).repeat_interleave(num_samples),
             hidden_TE=hidden_TE if hidden_TE.shape[-1] else None,
         )
         batch.pages_T = self.cache.pages_read(batch.cached_length_T)

@@ -8,7 +8,7 @@ copies the partial last one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from sparrow.engine.blocks import BlockAllocator
@@ -96,6 +96,11 @@ class Scheduler:
         max_new_tokens: longest response.
         limits: the same of each sequence, prompt-major, none above `max_new_tokens`. A request does not grow past its
             own; what admission expects of it does not follow from it.
+        claim: called for the index of the next prompt when there is room for it; None says that there is none left.
+            All of them, in order, by default.
+
+    Attributes:
+        claimed: indices of the prompts taken so far.
 
     Raises:
         UserError: the pool is too small for one sequence.
@@ -110,13 +115,17 @@ class Scheduler:
         allocator: BlockAllocator,
         block_size: int,
         limits: Sequence[int] | None = None,
+        claim: Callable[[], int | None] | None = None,
     ) -> None:
         self.allocator, self.block_size = allocator, block_size
         self.num_samples, self.num_rows = num_samples, num_rows
         self._limits = [max_new_tokens] * (len(prompts) * num_samples) if limits is None else limits
         self.active: list[Request] = []
         self._preempted: deque[Request] = deque()
-        self._prompts = deque(Prompt(i, tokens, num_samples) for i, tokens in enumerate(prompts))
+        self.prompts, self.claimed = prompts, list[int]()
+        in_order = iter(range(len(prompts)))
+        self._claim = claim or (lambda: next(in_order, None))
+        self._prompt: Prompt | None = None  # whose samples are being admitted
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._retired: list[int] = []
         self._finished = PRIOR_SEQUENCES
@@ -131,7 +140,7 @@ class Scheduler:
 
     @property
     def done(self) -> bool:
-        return not (self._prompts or self._preempted or self.active)
+        return not (self._preempted or self.active or self._next_prompt())
 
     def grow(self, steps: int) -> tuple[list[Request], list[Preemption]]:
         """Gives every active request the blocks for its next `steps` tokens, the oldest first.
@@ -199,9 +208,8 @@ class Scheduler:
         return Admission(self._preempted.popleft(), resumed=True)
 
     def _admit_sample(self, steps: int) -> Admission | None:
-        if self._preempted or not self._prompts:
+        if self._preempted or (prompt := self._next_prompt()) is None:
             return None
-        prompt = self._prompts[0]
         sample = self.num_samples - prompt.waiting
         request = Request(prompt, sample, self._limits[prompt.index * self.num_samples + sample])
         prefill = not prompt.blocks
@@ -218,8 +226,15 @@ class Scheduler:
         if prompt.waiting == 0:
             # Its blocks are still to be filled and copied from, so they are not free yet.
             self._retired += prompt.blocks
-            self._prompts.popleft()
+            self._prompt = None
         return Admission(request, prefill, copy)
+
+    def _next_prompt(self) -> Prompt | None:
+        """The prompt whose samples are next; claimed only now, because what one process claims no other can take."""
+        if self._prompt is None and (index := self._claim()) is not None:
+            self._prompt = Prompt(index, self.prompts[index], self.num_samples)
+            self.claimed.append(index)
+        return self._prompt
 
     def _fits(self, request: Request, total: int, need: int) -> bool:
         """Whether a request that takes `need` free blocks, to have `total`, leaves enough for growth.

@@ -5,12 +5,13 @@ All functions are collective: every rank calls them, in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_store
 
 
 def rank() -> int:
@@ -21,6 +22,36 @@ def rank() -> int:
 def world_size() -> int:
     """Number of processes, 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+class SharedQueue:
+    """Numbers from 0 to `size` - 1, each given to the one process that asks for it first; making it is collective.
+
+    Every process gets its own rank first, so that none goes without. `size` is at least the number of processes.
+
+    Attributes:
+        share: numbers per process, rounded up.
+    """
+
+    _made = 0
+
+    def __init__(self, size: int) -> None:
+        assert size >= world_size(), (size, world_size())
+        SharedQueue._made += 1
+        self.size, self.share = size, -(-size // world_size())
+        self._key, self._first = f"sparrow/queue/{SharedQueue._made}", True
+        self._store = _get_default_store() if dist.is_initialized() else dist.HashStore()
+
+    def claim(self) -> int | None:
+        """The next number; None when all are taken."""
+        number = rank() if self._first else world_size() - 1 + self._store.add(self._key, 1)
+        self._first = False
+        return number if number < self.size else None
+
+    def deal(self) -> Callable[[], int | None]:
+        """As `claim`, but each process gets every so manieth number, however fast it is: the same in every run."""
+        numbers = iter(range(rank(), self.size, world_size()))
+        return lambda: next(numbers, None)
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:

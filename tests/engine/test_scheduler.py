@@ -185,3 +185,18 @@ def test_double_release_is_a_bug():
     allocator.release(blocks)
     with pytest.raises(AssertionError, match="released twice"):
         allocator.release(blocks)
+
+
+def test_a_prompt_is_claimed_when_there_is_room_for_it_and_not_before():
+    claims = iter([2, 0])
+    scheduler = Scheduler([[0]] * 3, 2, 2, 4, BlockAllocator(64), BLOCK, claim=lambda: next(claims, None))
+    first = scheduler.admit(1)
+    assert [(a.request.prompt.index, a.request.sample) for a in first] == [(2, 0), (2, 1)]
+    assert scheduler.claimed == [2] and scheduler.admit(1) == [], "the next one is somebody else's to claim"
+    for admission in first:
+        scheduler.finish(admission.request)
+    second = scheduler.admit(1)
+    assert scheduler.claimed == [2, 0] and [a.request.prompt.index for a in second] == [0, 0]
+    for admission in second:
+        scheduler.finish(admission.request)
+    assert scheduler.done and scheduler.claimed == [2, 0]

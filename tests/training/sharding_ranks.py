@@ -17,6 +17,8 @@ from sparrow.models.decoder import Decoder
 from sparrow.recipes.grpo_minibatches import split_minibatches
 from sparrow.rollout import RolloutBatch
 from sparrow.training import distributed
+from sparrow.training.balance import balance
+from sparrow.training.distributed import SharedQueue
 from sparrow.training.logprob import token_logprobs
 from sparrow.training.packing import response_hidden
 from sparrow.training.sharding import clip_gradients, full_state_dict, is_sharded, load_trained, release
@@ -49,6 +51,8 @@ def share(rank: int, ranks: int) -> RolloutBatch:
         pages_T=torch.zeros(T, dtype=torch.int64),
         terminated_S=torch.ones(S, dtype=torch.bool),
         versions_S=torch.zeros(S, dtype=torch.int64),
+        numbers_S=torch.tensor(members),
+        keep_S=torch.ones(S, dtype=torch.bool),
         advantages_S=torch.tensor([(-1.0) ** s * (s + 1) for s in members]),
     )
 
@@ -56,7 +60,7 @@ def share(rank: int, ranks: int) -> RolloutBatch:
 def gradients(model: Decoder, batch: RolloutBatch, mode: str, loss_component: object) -> dict[str, torch.Tensor]:
     """Summed loss, norm before clipping, and all gradients whole, as a dict of tensors."""
     cfg = SimpleNamespace(minibatches=1, kl_coef=0.0, micro_batch_tokens=12)
-    minibatches, _ = split_minibatches(batch, torch.ones(batch.num_sequences, dtype=torch.bool), cfg, CPU)
+    minibatches, _ = split_minibatches(batch, cfg, CPU)
     aggregation, total = Aggregation(mode, max_length=10), 0.0
     for micro in minibatches[0].micro_batches:
         hidden_NE = response_hidden(model, micro, PackedCausal(micro.lengths, CPU))
@@ -85,6 +89,18 @@ def gradients(model: Decoder, batch: RolloutBatch, mode: str, loss_component: ob
     return whole | {"loss": torch.tensor(loss), "norm": torch.tensor(norm)}
 
 
+def balanced(batch: RolloutBatch) -> dict[str, torch.Tensor]:
+    """Which prompts this rank's sequences answer after the moves, and what tells whether the rest came along."""
+    moved = balance(batch, torch.zeros(batch.num_sequences, dtype=torch.int64))
+    return {"numbers": moved.numbers_S, "advantages": moved.advantages_S, "tokens": moved.tokens_T}
+
+
+def claimed(ranks: int) -> list[list[int]]:
+    """What this rank got of two queues, one after the other, and of a third that is dealt out."""
+    queues = [SharedQueue(5), SharedQueue(ranks)]
+    return [list(iter(claim, None)) for claim in (queues[0].claim, queues[1].claim, SharedQueue(5).deal())]
+
+
 def main(rank: int, ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
     if ranks > 1:
@@ -109,6 +125,8 @@ def main(rank: int, ranks: int, folder: Path) -> None:
                     assert state.keys() == copy.state_dict().keys()
                     assert all(torch.equal(state[name], tensor) for name, tensor in copy.state_dict().items())
                 assert rank == 0 or not state
+    results["balance"] = balanced(batch)
+    results["claimed"] = claimed(ranks)
     torch.save(results, folder / f"{ranks}_{rank}.pt")
     if dist.is_initialized():
         dist.destroy_process_group()

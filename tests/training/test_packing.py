@@ -27,6 +27,7 @@ def rollouts() -> RolloutBatch:
         pages_T=torch.zeros(total, dtype=torch.int64),
         terminated_S=torch.tensor([True, True, False]),
         versions_S=torch.zeros(3, dtype=torch.int64),
+        numbers_S=torch.tensor([4, 4, 9]),
     )
 
 

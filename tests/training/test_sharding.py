@@ -14,6 +14,7 @@ from sparrow.models.checkpoint import save_decoder
 from sparrow.models.decoder import Decoder
 from sparrow.models.decoder_config import DecoderConfig
 
+LENGTHS = [7, 3, 9, 2, 5, 4]  # of sharding_ranks.py
 SCRIPT = Path(__file__).with_name("sharding_ranks.py")
 
 
@@ -72,3 +73,21 @@ def test_bf16_has_fp32_gradients_near_those_of_fp32(results, replicate: int) -> 
     for rounded in (one["tied bfloat16 token-mean / 1"], first[f"tied bfloat16 token-mean / {replicate}"]):
         differences = [(rounded[name] - exact[name]).norm() / exact[name].norm() for name in exact]
         assert 0 < max(differences) < 0.1
+
+
+def test_sequences_move_with_all_that_belongs_to_them(results) -> None:
+    one, first, second = (result["balance"] for result in results)
+    # 9, 4, 12, 4 and 9 tokens with their prompts against 5: 12 are nearest to half the gap of 33, then the first 4.
+    assert first["numbers"].tolist() == [0, 3, 4] and second["numbers"].tolist() == [5, 1, 2]
+    assert torch.equal(torch.cat((first["advantages"], second["advantages"])), one["advantages"][[0, 3, 4, 5, 1, 2]])
+    order = [part for s in (0, 3, 4, 5, 1, 2) for part in one["tokens"].split(LENGTHS)[s]]
+    assert torch.equal(torch.cat((first["tokens"], second["tokens"])), torch.stack(order))
+
+
+def test_each_number_of_a_queue_is_claimed_once(results) -> None:
+    one, first, second = (result["claimed"] for result in results)
+    assert one == [[0, 1, 2, 3, 4], [0], [0, 1, 2, 3, 4]]
+    for mine, yours in zip(first[:2], second[:2], strict=True):
+        assert (mine[0], yours[0]) == (0, 1), "nobody goes without"
+    assert sorted(first[0] + second[0]) == [0, 1, 2, 3, 4] and sorted(first[1] + second[1]) == [0, 1]
+    assert (first[2], second[2]) == ([0, 2, 4], [1, 3])

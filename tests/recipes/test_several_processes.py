@@ -1,0 +1,78 @@
+"""sparrow_grpo in several processes: what does not depend on their number, and what happens when one is lost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sparrow.recipes import sparrow_grpo
+
+from .conftest import metrics
+
+SGD = ["optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1", "optimizer.momentum=0.9"]
+ADAMW = ["optimizer._component_=torch.optim.AdamW", "optimizer.lr=0.0003"]
+TWO = [sys.executable, "-m", "sparrow", "run", "--nproc_per_node", "2", "sparrow_grpo"]
+COMPARED = ("reward", "acceptance/p5", "completions/mean_length", "loss", "grad_norm", "budget/kv_read_ratio")
+
+
+def run_two(arguments: list[str]) -> None:
+    subprocess.run([*TWO, *arguments], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoints" / f"step_{step:06d}" / "model" / "model.safetensors")
+
+
+def assert_same(one: Path, other: Path, step: int, atol: float = 2e-5) -> None:
+    for row, twin in zip(metrics(one), metrics(other), strict=True):
+        for key in COMPARED:
+            assert row[key] == pytest.approx(twin[key], abs=1e-4), (row["step"], key)
+    ours, theirs = weights(one, step), weights(other, step)
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], atol=atol, rtol=0)
+
+
+def test_a_run_goes_on_with_another_number_of_processes(arguments, tmp_path):
+    """One process, then two, then one; momentum and all are as if one had done it."""
+    common = [*SGD, "validation=null"]
+    assert sparrow_grpo.main(arguments(*common, "steps=3", name="one")) == 0
+    assert sparrow_grpo.main(arguments(*common, "steps=1", name="changing")) == 0
+    run_two(arguments(*common, "steps=2", "resume=auto", name="changing"))
+    saved = tmp_path / "changing" / "checkpoints" / "step_000002"
+    assert (saved / "shards" / ".metadata").is_file() and (saved / "model" / "tokenizer.json").is_file()
+    assert sparrow_grpo.main(arguments(*common, "steps=3", "resume=auto", name="changing")) == 0
+    assert_same(tmp_path / "one", tmp_path / "changing", 3)
+
+
+def test_two_processes_and_two_more_steps_are_four(arguments, tmp_path):
+    """Bit for bit, with an adapter beside the sharded weights; prompts that have rows at once are dealt out in turn."""
+    lora = ["distiller._component_=sparrow.components.distiller.LoRADistiller", "distiller.learning_rate=0.001"]
+    common = [*ADAMW, *lora, "validation=null", "replicate=2"]
+    run_two(arguments(*common, "steps=2", name="whole"))
+    run_two(arguments(*common, "steps=1", name="parts"))
+    run_two(arguments(*common, "steps=2", "resume=auto", name="parts"))
+    one, other = weights(tmp_path / "whole", 2), weights(tmp_path / "parts", 2)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    whole, parts = metrics(tmp_path / "whole"), metrics(tmp_path / "parts")
+    for key in (*COMPARED, "distill/kl", "distill/grad_norm"):
+        assert [row[key] for row in whole] == [row[key] for row in parts], key
+
+
+def test_bf16_over_fp32_master_weights_in_one_process(grpo, tmp_path):
+    """On the first update policy and old policy are equal here too; a resumed run has the master weights, not bf16."""
+    common = [*ADAMW, "dtype=bfloat16", "validation=null"]
+    whole = grpo(*common, "steps=2", name="whole")
+    assert whole[0]["policy/ratio_error"] == 0.0 and whole[0]["grad_norm"] > 0
+    assert whole[0]["engine/logprob_diff_mean"] < 0.1
+    grpo(*common, "steps=1", name="parts")
+    parts = grpo(*common, "steps=2", "resume=auto", name="parts")
+    assert [row["loss"] for row in whole] == [row["loss"] for row in parts]
+    one, other = weights(tmp_path / "whole", 2), weights(tmp_path / "parts", 2)
+    assert all(tensor.dtype == torch.bfloat16 for tensor in one.values())
+    assert all(torch.equal(one[name], other[name]) for name in one)
