@@ -3,6 +3,9 @@
 Everything else that escapes a recipe is a bug and keeps its traceback; these are printed as one line.
 """
 
+# Of what ended without a save of its own.
+RESUME_ADVICE = "where the recipe has saves, resume=auto goes on from the last complete one"
+
 
 class UserError(ValueError):
     """Something the user can mend: says the value, the limit or the accepted values, and the key or file."""

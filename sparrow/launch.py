@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from sparrow import registry
+from sparrow import peers, registry
 from sparrow.config import load_config, load_tree, to_yaml
 from sparrow.errors import AlarmStop, Interrupted, UserError
 from sparrow.registry import did_you_mean
@@ -61,8 +61,8 @@ class Arguments:
 def run_recipe(recipe_class: Callable[[Any], Recipe], schema: type[Any], argv: Sequence[str] | None = None) -> int:
     """Runs a recipe to its end and returns the exit code.
 
-    0 done, 2 UserError (one line on stderr), 3 stopped by an alarm, 130 interrupted after a clean stop. Other
-    exceptions are bugs, and pass.
+    0 done, 1 another process of the run was lost, 2 UserError (one line on stderr), 3 stopped by an alarm, 130
+    interrupted after a clean stop. Other exceptions are bugs, and pass.
     """
     _adopt_main_module(recipe_class)
     try:
@@ -88,6 +88,11 @@ def run_recipe(recipe_class: Callable[[Any], Recipe], schema: type[Any], argv: S
     except Interrupted as error:
         _report(str(error) or "interrupted")
         return EXIT_INTERRUPTED
+    except Exception as error:
+        if not peers.is_lost_peer(error):
+            raise
+        _report(peers.lost_peer_message(error))
+        return 1
     return 0
 
 
@@ -229,10 +234,13 @@ def _process_group() -> Iterator[None]:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    try:
-        yield
-    except (AlarmStop, Interrupted):
-        dist.destroy_process_group()
-        raise
+    orderly: Exception | None = None
+    with peers.watched(_report):
+        try:
+            yield
+        except (AlarmStop, Interrupted) as error:
+            orderly = error
     # After an error the other ranks may wait in a collective, and an orderly end would wait for them.
     dist.destroy_process_group()
+    if orderly is not None:
+        raise orderly

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sparrow import registry, torchtune_adapter
-from sparrow.errors import UserError
+from sparrow.errors import RESUME_ADVICE, UserError
 from sparrow.instantiate import add_working_directory
 from sparrow.registry import did_you_mean
 
@@ -82,10 +82,12 @@ def run_here(target: Target, arguments: Sequence[str]) -> int:
 def run_several(arguments: Sequence[str]) -> int:
     """Runs `[TORCHRUN OPTIONS] RECIPE ...` in as many processes as the options say; returns the first failure's code.
 
-    A failure is reported in one line: a recipe's UserError, or which rank failed, below that rank's traceback.
+    A failure is reported in one line: a recipe's UserError, or which rank failed, below that rank's traceback, or that
+    another node is gone.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import run
 
     for name in ("elastic", "run"):  # these log each worker's end at ERROR, and advice on OMP_NUM_THREADS
@@ -97,6 +99,10 @@ def run_several(arguments: Sequence[str]) -> int:
         return _report(error)
     except SignalException:
         return 130
+    except RendezvousError as error:
+        where = f"the node at {options.rdzv_endpoint}" if options.rdzv_endpoint else "torchrun's store"
+        print(f"error: lost {where}: {error} {RESUME_ADVICE}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -125,6 +131,8 @@ def _refuse(message: str) -> NoReturn:
 def _report(error: Any) -> int:
     rank, failure = error.get_first_failure()
     said = failure.message.get("message") if isinstance(failure.message, dict) else None
-    for line in (said or f"rank {rank} failed with exit code {failure.exitcode}").splitlines():
+    code = failure.exitcode
+    how = f"failed with exit code {code}" if code > 0 else f"was killed by signal {-code}"
+    for line in (said or f"rank {rank} {how}; {RESUME_ADVICE}").splitlines():
         print(f"error: {line}", file=sys.stderr)
-    return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    return code if code > 0 else 128 - code

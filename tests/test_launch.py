@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import IO
 import pytest
 
 from sparrow.cli import main
-from sparrow.errors import UserError
+from sparrow.errors import RESUME_ADVICE, UserError
 from sparrow.launch import Arguments, parse_arguments, stop_requested
 
 TUNE = [sys.executable, "-m", "sparrow", "run"]
@@ -140,7 +141,7 @@ def test_ranks_form_a_group_and_the_config_is_printed_once(toy: Path) -> None:
     ("overrides", "code", "line"),
     [
         (["end=user_error", "on_rank=1"], 2, "error: lr: 2.0 is above the limit of 1.0"),
-        (["end=bug", "on_rank=1"], 1, "error: rank 1 failed with exit code 1"),
+        (["end=bug", "on_rank=1"], 1, f"error: rank 1 failed with exit code 1; {RESUME_ADVICE}"),
     ],
 )
 def test_an_error_of_a_rank_is_said_once(toy: Path, overrides: list[str], code: int, line: str) -> None:
@@ -148,6 +149,20 @@ def test_an_error_of_a_rank_is_said_once(toy: Path, overrides: list[str], code: 
     assert done.returncode == code
     errors = [text for text in done.stderr.splitlines() if "[rank1]" not in text]
     assert errors == [line]
+
+
+def test_a_rank_that_fails_ends_those_that_work_on_another_node(toy: Path) -> None:
+    """No agent of torchrun knows of both, and the other rank is in no collective that could notice."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    node = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}"]
+    command, pipe = [*TUNE, *node, *TOY, "end=bug", "on_rank=1", "work=600"], subprocess.PIPE
+    nodes = [subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=toy) for _ in range(2)]
+    errors = "".join(node.communicate(timeout=100)[1] for node in nodes)
+    assert [node.returncode for node in nodes] == [1, 1]
+    assert "[rank1]: RuntimeError: a bug" in errors and "rendezvous.api" not in errors
+    assert f"error: rank 1 failed: RuntimeError: a bug; this ended all ranks, and {RESUME_ADVICE}\n" in errors
 
 
 def test_names_of_a_recipe_are_found_when_runpy_leaves_main_alone(toy: Path) -> None:

@@ -25,6 +25,7 @@ class Config:
     recipe: str
     end: Literal["done", "user_error", "bug", "stop", "setup_error"] = "done"
     on_rank: int = 0
+    work: int = 0  # seconds that the other ranks do not look up
     nested: Nested = field(default_factory=Nested)
     part: Component | None = None
 
@@ -54,6 +55,7 @@ class Toy:
             raise UserError("lr: 2.0 is above the limit of 1.0")
         if end == "bug":
             raise RuntimeError("a bug")
+        time.sleep(self.config.work)
         while self.config.end == "stop":
             time.sleep(0.05)
             check_stop()

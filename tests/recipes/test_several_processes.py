@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -76,3 +79,30 @@ def test_bf16_over_fp32_master_weights_in_one_process(grpo, tmp_path):
     one, other = weights(tmp_path / "whole", 2), weights(tmp_path / "parts", 2)
     assert all(tensor.dtype == torch.bfloat16 for tensor in one.values())
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def workers(node: subprocess.Popen) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text().split()]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_two_nodes_end_when_a_worker_is_killed_and_the_last_save_counts(arguments, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    node = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}"]
+    run = arguments(*ADAMW, "steps=1000", "checkpoint_every=1", "validation=null")
+    command = [sys.executable, "-m", "sparrow", "run", *node, "sparrow_grpo", *run]
+    output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    nodes = [subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **output) for _ in range(2)]
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("run/checkpoints/step_*/COMPLETE")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(workers(nodes[1])[0], signal.SIGKILL)
+    errors = [node.communicate(timeout=100)[1] for node in nodes]
+    assert all(node.returncode not in (0, None) for node in nodes)
+    assert "was killed by signal 9; where the recipe has saves, resume=auto goes on" in errors[1]
+    assert "error: lost the connection to another process" in errors[0] and "Traceback" not in errors[0]
+    saved = max(int(path.parent.name[5:]) for path in tmp_path.glob("run/checkpoints/step_*/COMPLETE"))
+    assert sparrow_grpo.main(arguments(*ADAMW, f"steps={saved + 1}", "resume=auto", "validation=null")) == 0
+    assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(1, saved + 2))

@@ -1,0 +1,76 @@
+"""The other processes of a run: one that fails says so in the job's store, and the others end instead of waiting.
+
+A collective waits for a process that is gone until its time-out, and a rollout does not look at the others for minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from sparrow.errors import RESUME_ADVICE, UserError
+
+FAILED = f"sparrow/failed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+SECONDS_BETWEEN_LOOKS = 1.0
+
+
+def _store() -> dist.Store:
+    """A connection of its own to the store of torchrun: that of the process group may be busy waiting."""
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+
+@contextmanager
+def watched(report: Callable[[str], None]) -> Iterator[None]:
+    """Inside, the failure of another rank is reported and ends this process; one of this rank is told to the others.
+
+    Whatever passes as an exception is a failure. What is to end all ranks in an orderly way must not.
+    """
+    store, ended = _store(), threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(SECONDS_BETWEEN_LOOKS):
+            if store.check([FAILED]) and not ended.is_set():
+                report(said(store.get(FAILED).decode()))
+                os._exit(1)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    except BaseException as error:
+        ended.set()
+        watcher.join()
+        if not is_lost_peer(error):
+            # The first to fail is the cause; what others meet after it is not to hide it.
+            what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            store.compare_set(FAILED, "", f"rank {dist.get_rank()} failed: {what}")
+        raise
+    ended.set()
+    watcher.join()
+
+
+def said(cause: str) -> str:
+    """What a rank that did not fail itself reports."""
+    return f"{cause}; this ended all ranks, and {RESUME_ADVICE}"
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether a collective failed because another process was gone. gloo raises a RuntimeError like any other."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and "/gloo/" in str(error)
+
+
+def lost_peer_message(error: BaseException) -> str:
+    """One line; the store is asked who failed, as far as it still answers."""
+    try:
+        store = _store()
+        if store.check([FAILED]):
+            return said(store.get(FAILED).decode())
+    except dist.DistError:  # The store went with the process that held it.
+        pass
+    return f"lost the connection to another process, which was killed or lost its node; {RESUME_ADVICE} ({error})"
