@@ -182,13 +182,13 @@ class SparseKVCache:
         dense_layers: int = 2,
         backend: Backend = "auto",
     ) -> None:
-        selector = selector or HeadSoftmaxSelector()
+        ranks = HeadSoftmaxSelector() if selector is None else selector
         _check_sizes(page_size, block_size)
         _check_reserved(budget, sink_pages, recent_pages)
-        _check_landmarks(selector, page_size)
+        _check_landmarks(ranks, page_size)
         self.page_size, self.block_size, self.backend = page_size, block_size, backend
         self.budget: BudgetSchedule | None = budget
-        self.pattern = SparsePattern(budget, selector, page_size, sink_pages, recent_pages, dense_layers)
+        self.pattern = SparsePattern(budget, ranks, page_size, sink_pages, recent_pages, dense_layers)
 
     def allocate(self, config: DecoderConfig, num_blocks: int, device: torch.device, dtype: torch.dtype) -> None:
         """Makes the pool of `num_blocks` blocks (and the null block), with landmarks for the sparse layers."""

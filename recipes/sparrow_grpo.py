@@ -316,7 +316,12 @@ class SparrowGRPO:
         return batch
 
     def _generate(
-        self, engine: Engine | Replay, data: PromptData, numbers: Sequence[int], num_samples: int, sampling: SamplingParams
+        self,
+        engine: Engine | Replay,
+        data: PromptData,
+        numbers: Sequence[int],
+        num_samples: int,
+        sampling: SamplingParams,
     ) -> RolloutBatch:
         """Responses to the prompts that this rank takes from the queue of all ranks."""
         examples = {number: data.example(number) for number in numbers}

@@ -180,7 +180,9 @@ class Replay:
             groups.append(file.group(number, prompt, keep_hidden))
         # The metric is a sum over the ranks, which need not be those of the dump.
         self.stats = EngineStats(preemptions=sum(f.preemptions for f in files) if distributed.rank() == 0 else 0)
-        return _batch(prompts, num_samples, prompt_numbers, {name: torch.cat([g[name] for g in groups]) for name in groups[0]})
+        return _batch(
+            prompts, num_samples, prompt_numbers, {name: torch.cat([g[name] for g in groups]) for name in groups[0]}
+        )
 
     def sync(self) -> None:
         """The step is done."""
