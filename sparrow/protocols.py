@@ -114,8 +114,11 @@ class Selector(Protocol):
     """Ranks the pages of a sequence for a query from one or a few landmark vectors per page."""
 
     landmarks_per_page: int
-    # The fused kernels that compute the same (sparrow.kernels.page_select), None where there are none.
-    kernel: Literal["group_mean", "head_softmax", "head_max", "bound"] | None
+
+    @property
+    def kernel(self) -> Literal["group_mean", "head_softmax", "head_max", "bound"] | None:
+        """The fused kernels that compute the same (sparrow.kernels.page_select), None where there are none."""
+        ...
 
     def landmarks(self, keys: Tensor) -> Tensor:
         """Keys of complete pages [..., page, D] (after RoPE) to landmarks [..., M, D]."""
