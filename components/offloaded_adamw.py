@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 
@@ -21,7 +22,7 @@ class OffloadedAdamW:
     weights are loaded.
 
     Args:
-        named_parameters: (name, parameter) pairs in fp32; those that need no gradient are passed over.
+        named_parameters: (name, parameter) pairs in fp32, whole or sharded; those that need no gradient are left out.
         lr, betas, eps, weight_decay: AdamW's.
     """
 
@@ -52,11 +53,11 @@ class OffloadedAdamW:
         for parameter, copy, gradient in zip(self._parameters, self._copies, self._gradients, strict=True):
             copy.grad = None
             if parameter.grad is not None:
-                copy.grad = gradient.copy_(parameter.grad, non_blocking=True)
+                copy.grad = gradient.copy_(_share(parameter.grad), non_blocking=True)
         self._wait()
         self._adamw.step()
         for parameter, copy in zip(self._parameters, self._copies, strict=True):
-            parameter.copy_(copy, non_blocking=True)
+            _share(parameter).copy_(copy, non_blocking=True)
         self._wait()  # the next step writes the copies
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -75,6 +76,11 @@ class OffloadedAdamW:
             torch.cuda.synchronize()
 
 
+def _share(tensor: Tensor) -> Tensor:
+    """What this rank holds of it, in the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _host_copy(parameter: Tensor) -> Tensor:
-    copy = torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda, requires_grad=False)
-    return copy.copy_(parameter.detach())
+    share = _share(parameter.detach())
+    return torch.empty_like(share, device="cpu", pin_memory=share.is_cuda).copy_(share)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from sparrow.attention.dense import DenseBackend
 from sparrow.config import Component, Positional
 from sparrow.engine.engine import EngineConfig
 from sparrow.engine.sampler import SamplingParams
@@ -72,7 +74,9 @@ class GRPOConfig:
     logprob_chunk: int = 1024
     activation_checkpointing: bool = False  # the backward recomputes each layer but for its attention
     offload_activations: bool = False  # recomputes whole layers, from inputs that wait in the host's memory
+    attention: DenseBackend = "auto"  # of the dense forward: sdpa pads documents, flex packs them
     compile: bool = False  # the trainer's layers, by torch.compile
+    flop_per_s: float | None = None  # of one device, for train/mfu; null measures a large product's
     distiller: Component | None = None
     alarms: Alarms | None = field(default_factory=Alarms)  # null turns all off
 
@@ -137,6 +141,8 @@ def check(cfg: GRPOConfig) -> None:
         )
     if cfg.kl_coef < 0:
         raise UserError(f"kl_coef: {cfg.kl_coef} must not be negative")
+    if cfg.flop_per_s is not None and not 0 < cfg.flop_per_s < math.inf:
+        raise UserError(f"flop_per_s: {cfg.flop_per_s} must be above 0 and finite")
     if cfg.optimizer.path.rpartition(".")[2] == "CPUOffloadOptimizer":
         raise UserError(
             f"optimizer: {cfg.optimizer.path} takes each gradient in the backward, before it is summed over ranks and "

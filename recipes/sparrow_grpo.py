@@ -23,7 +23,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from sparrow.attention.packed import PackedCausal
+from sparrow.attention.dense import DenseAttention
 from sparrow.components.acceptance import TailTokens, alpha_top_k, top_k_floor
 from sparrow.components.aggregation import BatchTotals
 from sparrow.components.data import Example, PromptData
@@ -42,6 +42,7 @@ from sparrow.models.decoder_config import read_config
 from sparrow.models.identity import architecture
 from sparrow.models.tokenizer import tokenizer_of_model
 from sparrow.protocols import AdaptiveBudget
+from sparrow.rates import measure_flop_per_s
 from sparrow.recipes.grpo_config import GRPOConfig, Validation, best_saves, check
 from sparrow.recipes.grpo_memory import check_memory
 from sparrow.recipes.grpo_minibatches import Minibatch, balance_ranks, combine_metrics, split_minibatches
@@ -55,6 +56,7 @@ from sparrow.tracking.tracker import SafeTrackers
 from sparrow.training import distributed
 from sparrow.training.alarms import AlarmMonitor
 from sparrow.training.device import resolve_device
+from sparrow.training.flops import training_flop
 from sparrow.training.layers import prepare_layers
 from sparrow.training.learning_rate import LearningRate
 from sparrow.training.logprob import score_tokens, token_logprobs
@@ -174,6 +176,7 @@ class SparrowGRPO:
         if self.distiller is not None:
             self.distiller.attach(self.model)
         prepare_layers(self.model, cfg.activation_checkpointing, cfg.offload_activations, cfg.compile)
+        self.flop_per_s = cfg.flop_per_s or measure_flop_per_s(self.device)
         self.dense_cache = DenseKVCache(self.cache.page_size, self.cache.block_size)
         if cfg.validation is not None:
             # Numbers of its own: training and validation prompts count from 0 alike.
@@ -276,6 +279,8 @@ class SparrowGRPO:
         )
         with _clock(seconds, "time/update"):
             metrics |= self._update(batch, minibatches)
+        learned = [micro for minibatch in minibatches for micro in minibatch.micro_batches]
+        metrics |= self._utilisation(everything, learned, seconds["time/dense"] + seconds["time/update"])
         if self.distiller is not None and not self.alarms.fallback:
             with _clock(seconds, "time/distill"):
                 metrics |= self._distill(batch, everything)
@@ -288,6 +293,13 @@ class SparrowGRPO:
             self.trackers.log_samples(sample_rows(batch, self.tokenizer, self.cfg.samples_per_step), self.step + 1)
         metrics["tokens_per_second"] = metrics["completions/tokens"] / seconds["time/rollout"]
         return metrics | seconds
+
+    def _utilisation(self, scored: list[MicroBatch], learned: list[MicroBatch], seconds: float) -> dict[str, float]:
+        """Model FLOPs of dense pass and update over all ranks, and their share of what the devices could do."""
+        forwards = 1 if self.reference is None else 2
+        flop = training_flop(self.model.config, scored, learned, forwards)
+        flop = distributed.sum_values({"flop": flop})["flop"]
+        return {"train/flops": flop, "train/mfu": flop / (seconds * self.flop_per_s * distributed.world_size())}
 
     def _rollout(self) -> RolloutBatch:
         """This rank's share of the step's prompts; random numbers follow the prompt, not the rank."""
@@ -493,8 +505,8 @@ class SparrowGRPO:
             self.cfg.logprob_chunk,
         )
 
-    def _dense_attention(self, micro: MicroBatch) -> PackedCausal:
-        return PackedCausal(micro.lengths, self.device)
+    def _dense_attention(self, micro: MicroBatch) -> DenseAttention:
+        return DenseAttention(self.cfg.attention, micro.lengths, self.device)
 
     def _reference_logprobs(self, reference: Decoder, T: int, micro_batches: list[MicroBatch]) -> Tensor:
         temperature, chunk = self.cfg.sampling.temperature, self.cfg.logprob_chunk

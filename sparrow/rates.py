@@ -61,15 +61,23 @@ def measure_rates(device: torch.device) -> Rates:
     A kernel that only reads goes faster than a copy (`tools/roof.py`: 4,330 to 4,560 GB/s on an H200); to predict
     such kernels, measure that rate and give it.
     """
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    size = MATMUL_SIZE[device.type]
-    left, right = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
-    product = torch.empty_like(left)
-    flop_per_s = 2 * size**3 / _best_seconds(lambda: torch.mm(left, right, out=product), device)
+    dtype, flop_per_s = _dtype(device), measure_flop_per_s(device)
     source = torch.randn(COPY_BYTES[device.type] // dtype.itemsize, dtype=dtype, device=device)
     target = torch.empty_like(source)
     bytes_per_s = 2 * source.nbytes / _best_seconds(lambda: target.copy_(source), device)
     return Rates(flop_per_s, bytes_per_s, dtype.itemsize)
+
+
+def measure_flop_per_s(device: torch.device) -> float:
+    """Of a square matrix product, best of several; bf16 on CUDA, fp32 on the CPU."""
+    size, dtype = MATMUL_SIZE[device.type], _dtype(device)
+    left, right = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
+    product = torch.empty_like(left)
+    return 2 * size**3 / _best_seconds(lambda: torch.mm(left, right, out=product), device)
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def _best_seconds(work: Callable[[], Tensor], device: torch.device) -> float:

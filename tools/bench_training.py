@@ -19,7 +19,9 @@ import torch
 from bench_rollout import make_room, write_json
 from rollout_shapes import MODELS
 from training_logprob import measure_logprob, show_logprob
+from training_step import OPTIMIZERS, StepOptions, measure_step, show_step
 
+from sparrow.attention.dense import BACKENDS
 from sparrow.errors import UserError
 
 
@@ -47,11 +49,32 @@ def _logprob(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     return result
 
 
+def _step(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    if args.documents > args.tokens:
+        raise UserError(f"--documents {args.documents}: more than --tokens {args.tokens}")
+    options = StepOptions(
+        args.model, args.tokens, args.documents, args.optimizer, args.attention, args.chunk,
+        args.activation_checkpointing or args.offload_activations, args.offload_activations, args.compile,
+        args.beside_gib,
+    )  # fmt: skip
+    result = measure_step(options, device)
+    print(show_step(result), flush=True)
+    return result
+
+
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     modes = parser.add_subparsers(dest="mode", required=True)
     logprob = _mode(modes, "logprob", _logprob, "log-prob, entropy and top-k, against the bare matmul of the head")
     logprob.add_argument("--top-k", type=int, default=20)
+    step = _mode(modes, "step", _step, "forward, backward and optimizer step of packed sequences")
+    step.add_argument("--documents", type=_count, default=1, help="of unequal lengths, that the tokens are packed from")
+    step.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    step.add_argument("--attention", choices=BACKENDS, default="auto")
+    step.add_argument("--activation-checkpointing", action="store_true")
+    step.add_argument("--offload-activations", action="store_true")
+    step.add_argument("--compile", action="store_true")
+    step.add_argument("--beside-gib", type=float, default=0.0, help="GiB that the engine's weights would hold")
     return parser.parse_args(argv)
 
 

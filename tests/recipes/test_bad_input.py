@@ -88,6 +88,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], *words: st
         ("prompts_per_step=0", ["prompts_per_step", "0"]),
         ("engine.kv_tokens=32", ["engine.kv_tokens", "32"]),
         ("device=tpu", ["device", "tpu"]),
+        ("flop_per_s=0", ["flop_per_s", "0"]),
         ("offload_activations=true", ["offload_activations", "activation_checkpointing"]),
         ("optimizer={_component_: torchao.optim.CPUOffloadOptimizer}", ["CPUOffloadOptimizer", "OffloadedAdamW"]),
         ("model=nowhere", ["nowhere", "does not exist"]),

@@ -14,7 +14,12 @@ from sparrow.recipes import sparrow_grpo
 
 from .conftest import metrics
 
-NOT_COMPARED = ("time/", "tokens_per_second", "val/")  # the last step of each part has a validation of its own
+NOT_COMPARED = (
+    "time/",
+    "tokens_per_second",
+    "train/mfu",
+    "val/",
+)  # the last step of each part has a validation of its own
 LORA = ["distiller={_component_: sparrow.components.distiller.LoRADistiller, learning_rate: 0.001, rank: 4}"]
 CONTROLLER = [
     "kv_cache.budget._component_=sparrow.components.tail_controller.TailController",

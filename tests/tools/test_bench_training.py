@@ -23,9 +23,28 @@ def test_logprob_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFix
     assert content["torch"] == torch.__version__
 
 
+@pytest.mark.parametrize("extra", ["", "--activation-checkpointing", "--offload-activations --optimizer offloaded"])
+def test_step_counts_its_flops(tmp_path: Path, extra: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "step.json"
+    command = f"step --model tiny --tokens 100 --documents 3 --chunk 32 --out {out} {extra}"
+    assert bench_training.main(command.split()) == 0
+    assert "100 tokens in 3 documents" in capsys.readouterr().out
+    result = json.loads(out.read_text())["result"]
+    assert result["lengths"] == [49, 25, 26]
+    # TINY: 4 layers of 64, 4 heads of 16, 2 KV heads, MLP 128, vocabulary 512.
+    weights = 4 * 64 * (8 * 16 + 4 * 16 + 3 * 128) + 512 * 64
+    pairs = sum(n * (n + 1) / 2 for n in result["lengths"])
+    assert result["flop"] == 6 * weights * 100 + 12 * 4 * 4 * 16 * pairs
+    assert result["mfu"] == pytest.approx(result["flop"] / result["step_s"] / result["flop_per_s"])
+
+
 def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_training.main(f"logprob --model tiny --tokens 8 --out {tmp_path}".split()) == 2
     assert "is a folder" in capsys.readouterr().err
+    assert bench_training.main(["step", "--model", "tiny", "--tokens", "2", "--documents", "3"]) == 2
+    assert "--documents 3: more than --tokens 2" in capsys.readouterr().err
+    assert bench_training.main(["step", "--model", "tiny", "--tokens", "8", "--attention", "flex"]) == 2
+    assert "flex needs a CUDA device" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         bench_training.main(["logprob", "--model", "tiny", "--tokens", "0"])
     assert "must be at least 1" in capsys.readouterr().err
