@@ -79,7 +79,7 @@ def test_settings_are_the_papers(size: str, code: bool) -> None:
 
 @pytest.mark.parametrize(("size", "code"), CONFIGS)
 def test_every_component_builds_and_the_schedule_is_the_models(user: Path, size: str, code: bool) -> None:
-    recipe = SparrowGRPO(load_config(GRPOConfig, name(size, code), ["trackers=[]", *overrides(size, code)]))
+    recipe = SparrowGRPO(load_config(GRPOConfig, name(size, code), overrides(size, code)))
     recipe._build_components()
     assert recipe.data.example(0).columns == {"answer": 2}
     assert recipe._schedule_differences() == []

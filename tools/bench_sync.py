@@ -1,0 +1,179 @@
+"""How long new weights take to reach the rollout engine, on one GPU, with real shapes and random weights.
+
+  python tools/bench_sync.py --model 4b --out sync_4b.json
+  python tools/bench_sync.py --model 1.7b 4b 8b --dtype bfloat16
+
+Measured after a change of the trainer's weights, with the device waited for at both ends of each part:
+
+  sync   `Engine.sync`: the old copy and the KV pool are dropped
+  wake   a fresh copy in the rollout's dtype, and the probe that compares it with the trainer's model
+  ready  both, and all else before the first token: the pool, a prefill, the CUDA graphs of one row
+
+On the CPU (--model tiny) the engine shares the trainer's weights, and there is nothing to copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from bench_rollout import make_room, write_json
+from rollout_shapes import MODELS, model_config
+
+from sparrow.components.kv_cache import DenseKVCache
+from sparrow.engine.engine import Engine, EngineConfig
+from sparrow.engine.sampler import SamplingParams
+from sparrow.errors import UserError
+from sparrow.memory_sizes import parameter_counts
+from sparrow.models.decoder import Decoder
+from sparrow.models.decoder_config import DecoderConfig
+
+TARGET_S = 0.5  # sync and wake of 4B
+PROMPT = list(range(1, 33))
+CHANGE = 1 + 2**-7  # the least that bf16 shows
+
+
+@dataclass(frozen=True)
+class SyncResult:
+    """Seconds are medians over the repeats, `worst_s` the longest sync and wake of one; `gb` is read and written."""
+
+    model: str
+    weights: str
+    trained_in: str
+    rollout_in: str
+    parameters: int
+    repeats: int
+    sync_s: float
+    wake_s: float
+    worst_s: float
+    ready_s: float
+    gb: float
+    probe_difference: float
+    peak_gib: float
+
+
+def main(argv: list[str] | None = None) -> int:
+    """See the module."""
+    args = _parse(sys.argv[1:] if argv is None else argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    machine = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    results = []
+    try:
+        if args.out:
+            make_room(args.out)
+        for name in args.model:
+            results.append(measure(name, device, args))
+            print(show(results[-1]), flush=True)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.out:
+        write_json(args.out, {"command": " ".join(sys.argv), "machine": machine, "torch": torch.__version__,
+                              "date": time.strftime("%Y-%m-%d"), "target_s": TARGET_S,
+                              "results": [asdict(result) for result in results]})  # fmt: skip
+    return 0
+
+
+def measure(name: str, device: torch.device, args: argparse.Namespace) -> SyncResult:
+    """Times `args.repeats` syncs of one model; one before them warms up."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    model = random_trainer(model_config(name), device, getattr(torch, args.dtype))
+    rollout_dtype = "bfloat16" if device.type == "cuda" else None
+    limits = EngineConfig(max_rows=args.max_rows, kv_tokens=args.kv_tokens, max_new_tokens=4, dtype=rollout_dtype)  # type: ignore[arg-type]
+    engine = Engine(model, DenseKVCache(), [], limits)
+    _generate(engine)
+    rows = [_repeat(engine, model, device) for _ in range(args.repeats + 1)][1:]
+    sync_s, wake_s, ready_s = (statistics.median(column) for column in zip(*rows, strict=True))
+    count = parameter_counts(model.config).total
+    copied = type(engine.weights).__name__ == "PackedWeights"
+    return SyncResult(
+        model=name,
+        weights=type(engine.weights).__name__,
+        trained_in=args.dtype,
+        rollout_in=str(engine.dtype).removeprefix("torch."),
+        parameters=count,
+        repeats=args.repeats,
+        sync_s=sync_s,
+        wake_s=wake_s,
+        worst_s=max(sync + wake for sync, wake, _ in rows),
+        ready_s=ready_s,
+        gb=count * (model.head_weight.itemsize + engine.dtype.itemsize) / 1e9 if copied else 0.0,
+        probe_difference=float(engine.weights.probe_difference),  # type: ignore[attr-defined]
+        peak_gib=torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0,
+    )
+
+
+@torch.no_grad()
+def random_trainer(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """The trainer's decoder on the device, its weights at the scale of a trained model's."""
+    with torch.device("meta"):
+        model = Decoder(config).to(dtype)
+    model.to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            parameter.fill_(1)
+        else:
+            ends = "embed_tokens" in parameter_name or "lm_head" in parameter_name
+            parameter.normal_(0, 0.02 if ends else parameter.shape[1] ** -0.5, generator=generator)
+    return model.requires_grad_(False)
+
+
+def _repeat(engine: Engine, model: Decoder, device: torch.device) -> tuple[float, float, float]:
+    """Seconds of sync, wake and ready, from an engine that is awake to one that is."""
+    with torch.no_grad():
+        model.model.norm.weight.mul_(CHANGE)
+    sync_s = _seconds(engine.sync, device)
+    wake_s = _seconds(engine.weights.wake, device)
+    engine.weights.sleep()
+    return sync_s, wake_s, sync_s + _seconds(lambda: _generate(engine), device)
+
+
+def _generate(engine: Engine) -> None:
+    engine.generate([PROMPT], 1, SamplingParams(), limits=[1])
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
+
+
+def show(result: SyncResult) -> str:
+    """One line."""
+    total = result.sync_s + result.wake_s
+    speed = f"{result.gb / result.wake_s:.0f} GB/s" if result.gb else "nothing copied"
+    return (
+        f"{result.model:5s} {result.weights}, {result.trained_in} to {result.rollout_in}  sync {result.sync_s:.3f} s + "
+        f"wake {result.wake_s:.3f} s = {total:.3f} s (worst {result.worst_s:.3f}; target {TARGET_S} for 4b)  {speed}  "
+        f"ready {result.ready_s:.3f} s  probe {result.probe_difference:.4f} nats  peak {result.peak_gib:.1f} GiB"
+    )
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", choices=MODELS, required=True)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the trainer's weights")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--max-rows", type=int, default=64)
+    parser.add_argument("--kv-tokens", type=int, default=131072)
+    parser.add_argument("--out", type=Path, help="JSON file")
+    args = parser.parse_args(argv)
+    if args.repeats < 1:
+        parser.error(f"--repeats {args.repeats} must be at least 1")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())
