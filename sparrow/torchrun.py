@@ -101,7 +101,7 @@ def run_several(arguments: Sequence[str]) -> int:
         return 130
     except RendezvousError as error:
         where = f"the node at {options.rdzv_endpoint}" if options.rdzv_endpoint else "torchrun's store"
-        print(f"error: lost {where}: {error} {RESUME_ADVICE}", file=sys.stderr)
+        print(f"error: lost {where}; {RESUME_ADVICE} ({error})", file=sys.stderr)
         return 1
     return 0
 
