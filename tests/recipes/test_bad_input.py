@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -132,6 +133,18 @@ def test_a_truncated_checkpoint(arguments, checkpoint, tmp_path, capsys):
     data = (broken / "model.safetensors").read_bytes()
     (broken / "model.safetensors").write_bytes(data[: len(data) // 2])
     refused(arguments(f"model={broken}"), capsys, "model.safetensors", "truncated")
+
+
+@pytest.mark.parametrize("rows", [40, 200])
+def test_a_tokenizer_of_another_model(arguments, checkpoint, tmp_path, capsys, rows):
+    """Before the weights: they are not even there."""
+    folder = tmp_path / "other"
+    shutil.copytree(checkpoint, folder)
+    (folder / "model.safetensors").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": rows, "eos_token_id": 199}))
+    words = ["ids up to 71", "vocab_size of config.json is 40"] if rows == 40 else ["config.json", "eos_token_id 199"]
+    refused(arguments(f"model={folder}"), capsys, str(folder), *words, "not the tokenizer of this model")
 
 
 def test_an_empty_data_set(arguments, tmp_path, capsys):

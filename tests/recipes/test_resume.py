@@ -8,8 +8,12 @@ import shutil
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sparrow.attention.packed import PackedCausal
+from sparrow.models.checkpoint import load_decoder
 from sparrow.recipes import sparrow_grpo
 
 from .conftest import metrics
@@ -170,3 +174,24 @@ def test_a_best_metric_of_every_step(grpo, tmp_path, capsys):
 def test_best_saves_that_make_no_sense(arguments, capsys, overrides, words):
     assert sparrow_grpo.main(arguments(*overrides)) == 2
     assert f"error: {words}" in capsys.readouterr().err
+
+
+def test_the_saved_model_is_transformers_own(grpo, checkpoint, tmp_path):
+    """Base and adapter of a save load in transformers and peft, with the logits of the policy that was trained."""
+    grpo("steps=1", *LORA)
+    save = tmp_path / "run" / "checkpoints" / "step_000001"
+    tokenizer = AutoTokenizer.from_pretrained(save / "model")
+    ids_T = torch.tensor(tokenizer.encode("a1b2:c(3)=d;e?f"))
+    model = load_decoder(save / "model")
+    attention = PackedCausal([len(ids_T)], torch.device("cpu"))
+    theirs, start = (AutoModelForCausalLM.from_pretrained(folder) for folder in (save / "model", checkpoint))
+    with torch.no_grad():
+        ours = model.logits(model(ids_T, torch.arange(len(ids_T)), attention))
+        before, after = (other(ids_T[None]).logits[0] for other in (start, theirs))
+        adapted = PeftModel.from_pretrained(theirs, save / "adapter")(ids_T[None]).logits[0]
+    assert ours.abs().max() > 1
+    torch.testing.assert_close(after, ours, atol=1e-4, rtol=0)
+    assert not torch.equal(before, after), "it was trained"
+    assert 0 < (adapted - ours).abs().max() < 1
+    names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {file.name for file in (save / "model").iterdir()} == names
