@@ -64,7 +64,7 @@ from sparrow.training.mismatch import mismatch_panel
 from sparrow.training.packing import MicroBatch, response_hidden
 from sparrow.training.run_state import (
     latest_run_state,
-    load_optimizer,
+    own_settings,
     resolve_resume,
     save_run_state,
     unfinished_save,
@@ -617,12 +617,13 @@ class SparrowGRPO:
 
     def _load_optimizer(self, save: Path, whole: dict[str, Any] | None) -> None:
         """Whatever number of processes saved it; with shards come the fp32 weights, which an export in bf16 rounds."""
-        if whole is None:
-            load_shards(save / SHARDS, self.model, self.optimizer, self.parameters)
-        elif is_sharded(self.model):
-            load_whole(whole, self.optimizer, self.parameters)
-        else:
-            load_optimizer(self.optimizer, whole)
+        with own_settings(self.optimizer):
+            if whole is None:
+                load_shards(save / SHARDS, self.model, self.optimizer, self.parameters)
+            elif is_sharded(self.model):
+                load_whole(whole, self.optimizer, self.parameters)
+            else:
+                self.optimizer.load_state_dict(whole)
 
     def cleanup(self) -> None:
         self.trackers.close()

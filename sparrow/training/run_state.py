@@ -12,7 +12,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -121,13 +122,14 @@ def resolve_resume(value: Path | str | None, directory: Path) -> Path | None:
     return path
 
 
-def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """Loads what the optimizer has gathered; its settings (betas, weight decay, ...) stay those it was built with.
+@contextmanager
+def own_settings(optimizer: Any) -> Iterator[None]:
+    """An optimizer whose state is loaded inside keeps the settings (betas, weight decay, ...) it was built with.
 
-    `load_state_dict` would put the saved settings in the place of those of the config.
+    `load_state_dict` puts the saved settings in the place of those of the config.
     """
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    optimizer.load_state_dict(state)
+    yield
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
 

@@ -16,7 +16,7 @@ from sparrow.training.run_state import (
     MARKER,
     KeepBest,
     latest_run_state,
-    load_optimizer,
+    own_settings,
     resolve_resume,
     save_run_state,
     would_be_kept,
@@ -257,6 +257,7 @@ def test_an_optimizer_keeps_its_own_settings():
     weight.sum().backward()
     saved.step()
     optimizer = torch.optim.AdamW([weight], lr=0.2, weight_decay=0.0)
-    load_optimizer(optimizer, saved.state_dict())
+    with own_settings(optimizer):
+        optimizer.load_state_dict(saved.state_dict())
     assert [optimizer.param_groups[0][key] for key in ("lr", "weight_decay")] == [0.2, 0.0]
     assert torch.equal(optimizer.state[weight]["exp_avg"], saved.state[weight]["exp_avg"])
