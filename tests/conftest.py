@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
+import torch.distributed as dist
 
 hypothesis.settings.register_profile("sparrow", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("sparrow")
@@ -43,6 +45,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> torch.device:
     """Of the tests marked gpu."""
     return torch.device("cuda", 0)
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """A group of this process alone, on the CPU."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

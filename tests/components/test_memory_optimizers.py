@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from sparrow.components.offloaded_adamw import OffloadedAdamW
 from sparrow.instantiate import Component
@@ -81,6 +84,19 @@ def test_the_same_weights_as_adamw(name: str, tolerance: float, device: str) -> 
     for ours, theirs, before in zip(model.parameters(), expected.parameters(), start.parameters(), strict=True):
         assert (theirs - before).abs().max() > 0.02
         torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_shards_are_trained_alike(name: str, process_group: None) -> None:
+    whole, *rest = build(ALL[name], "cpu")
+    train(whole, *rest, range(4))
+    sharded = build(FUSED, "cpu")[0]
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = ALL[name].build(sharded.named_parameters())
+    train(sharded, optimizer, LearningRate(optimizer, warmup_steps=2, final=0.5), range(4))
+    for ours, expected in zip(sharded.parameters(), whole.parameters(), strict=True):
+        assert isinstance(ours, DTensor)
+        torch.testing.assert_close(ours.to_local(), expected.data, atol=1e-6, rtol=0)
 
 
 def test_eight_bits_are_a_quarter_of_the_state() -> None:

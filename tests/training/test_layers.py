@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from sparrow.attention.packed import PackedCausal
 from sparrow.models.decoder import Decoder
@@ -67,6 +70,21 @@ def test_gradients_are_bit_equal(kind: str) -> None:
     assert ours.keys() == expected.keys() and len(ours) == len(list(plain.parameters()))
     for name in expected:
         assert torch.equal(ours[name], expected[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sharded_layers_have_the_same_gradients(kind: str, process_group: None) -> None:
+    """Sharded first, as the trainer does: a layer's weights are whole again when its halves are recomputed."""
+    expected, model = gradients(build()), build()
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    prepare_layers(model, *KINDS[kind])
+    for name, gradient in gradients(model).items():
+        assert isinstance(gradient, DTensor)
+        torch.testing.assert_close(gradient.to_local(), expected.pop(name), atol=1e-6, rtol=1e-5)
+    assert not expected
 
 
 def test_what_is_kept_for_the_backward() -> None:
