@@ -45,10 +45,13 @@ class PackedFlex:
         return self.attend(_compiled(), q_THD, k_TKD, v_TKD)
 
     def attend(self, kernel: Callable[..., Tensor], q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        fill = (0, 0, 0, 0, 0, len(self.start_P) - self.total)
-        q_1HPD, k_1KPD, v_1KPD = (F.pad(x, fill).transpose(0, 1)[None] for x in (q_THD, k_TKD, v_TKD))
+        q_1HPD, k_1KPD, v_1KPD = (self._fill(x).transpose(0, 1)[None] for x in (q_THD, k_TKD, v_TKD))
         out_1HPD = kernel(q_1HPD, k_1KPD, v_1KPD, self.start_P, *self.lists)
         return out_1HPD[0].transpose(0, 1)[: self.total]
+
+    def _fill(self, x_TXD: Tensor) -> Tensor:
+        missing = len(self.start_P) - self.total
+        return F.pad(x_TXD, (0, 0, 0, 0, 0, missing)) if missing else x_TXD  # else it would still be a copy
 
 
 def document_starts(lengths: Sequence[int], device: torch.device | str) -> Tensor:
