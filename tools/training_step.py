@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from rollout_shapes import model_config
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from training_logprob import timed
 
 from sparrow.attention.dense import DenseAttention, DenseBackend
@@ -23,6 +22,7 @@ from sparrow.rates import measure_flop_per_s
 from sparrow.training.flops import UPDATE_FORWARDS, forward_flop
 from sparrow.training.layers import prepare_layers
 from sparrow.training.logprob import token_logprobs
+from sparrow.training.sharding import shard
 
 OPTIMIZERS = {
     "adamw": Component("torch.optim.AdamW", {"lr": 1e-6, "fused": True}),
@@ -98,18 +98,9 @@ def _random_decoder(config: DecoderConfig, device: torch.device) -> Decoder:
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
     if device.type == "cuda":
-        _mix_precision(model)
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+        shard(model, init_device_mesh("cuda", (1,)), torch.bfloat16)
     return model
-
-
-def _mix_precision(model: Decoder) -> None:
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    mesh = init_device_mesh("cuda", (1,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    # The root stays whole after its forward: the head is used outside of it.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
 
 def _lengths(tokens: int, documents: int) -> list[int]:
