@@ -101,7 +101,7 @@ def optimizer_memory(path: str, arguments: Mapping[str, Any]) -> OptimizerMemory
     matrix, and is counted as AdamW: its own copies of a matrix are short-lived.
     """
     name = path.rpartition(".")[2]
-    if name == "CPUOffloadOptimizer":
+    if name == "OffloadedAdamW":
         return OptimizerMemory(0.0, host=4 * FP32)  # weights, gradients and both moments
     for suffix, state in _QUANTISED.items():
         if name.endswith(suffix):

@@ -132,7 +132,7 @@ def test_states_of_eight_bits_are_what_torchao_keeps() -> None:
         ("torch.optim.AdamW", {}, OptimizerMemory(8, step=4)),
         ("torch.optim.AdamW", {"amsgrad": True, "fused": True}, OptimizerMemory(12)),
         ("torchao.optim.AdamW4bit", {}, OptimizerMemory(1.0625)),
-        ("torchao.optim.CPUOffloadOptimizer", {"optimizer_class": "x"}, OptimizerMemory(0, host=16)),
+        ("sparrow.components.offloaded_adamw.OffloadedAdamW", {"lr": 1e-6}, OptimizerMemory(0, host=16)),
         ("torch.optim.SGD", {}, OptimizerMemory(0)),
         ("torch.optim.SGD", {"momentum": 0.9}, OptimizerMemory(4)),
         ("sparrow.components.optimizer.MuonWithAdamW", {}, OptimizerMemory(8, step=4)),
@@ -192,7 +192,9 @@ def test_shards_and_replicas() -> None:
 
 def test_reference_offload_and_a_sequence_longer_than_a_micro_batch() -> None:
     total = parameter_counts(SMALL).total
-    plan = plan_memory(job(reference=True, optimizer=optimizer_memory("torchao.optim.CPUOffloadOptimizer", {})))
+    plan = plan_memory(
+        job(reference=True, optimizer=optimizer_memory("sparrow.components.offloaded_adamw.OffloadedAdamW", {}))
+    )
     assert sizes(plan)["reference weights, fp32"] == 4 * total
     assert "optimizer state" not in sizes(plan)
     assert plan.host == 16 * total
