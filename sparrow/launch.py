@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -35,6 +36,9 @@ from sparrow.registry import did_you_mean
 EXIT_USER_ERROR = 2
 EXIT_ALARM = 3
 EXIT_INTERRUPTED = 130
+
+# A rank that is done with its rollouts waits for the others'; of those that fail it hears at once (sparrow/peers.py).
+COLLECTIVE_TIMEOUT = timedelta(hours=3)
 
 
 class Recipe(Protocol):
@@ -233,7 +237,8 @@ def _process_group() -> Iterator[None]:
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     orderly: Exception | None = None
     with peers.watched(_report):
         try:

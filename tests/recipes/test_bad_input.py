@@ -87,6 +87,8 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], *words: st
         ("sampling.top_p=0.9", ["sampling", "top_p 0.9", "ratio is not 1"]),
         ("sampling.min_p=0.1", ["sampling", "min_p 0.1", "ratio is not 1"]),
         ("prompts_per_step=0", ["prompts_per_step", "0"]),
+        ("replicate=2", ["replicate: 2 does not divide the 1 processes"]),
+        ("dtype=float16", ["dtype", "float16", "bfloat16"]),
         ("engine.kv_tokens=32", ["engine.kv_tokens", "32"]),
         ("device=tpu", ["device", "tpu"]),
         ("flop_per_s=0", ["flop_per_s", "0"]),

@@ -46,7 +46,8 @@ def test_a_run_goes_on_with_another_number_of_processes(arguments, tmp_path):
     common = [*SGD, "validation=null"]
     assert sparrow_grpo.main(arguments(*common, "steps=3", name="one")) == 0
     assert sparrow_grpo.main(arguments(*common, "steps=1", name="changing")) == 0
-    run_two(arguments(*common, "steps=2", "resume=auto", name="changing"))
+    # With rows for half of a share, prompts are claimed from the queue instead of dealt out.
+    run_two(arguments(*common, "steps=2", "resume=auto", "engine.max_rows=4", name="changing"))
     saved = tmp_path / "changing" / "checkpoints" / "step_000002"
     assert (saved / "shards" / ".metadata").is_file() and (saved / "model" / "tokenizer.json").is_file()
     assert sparrow_grpo.main(arguments(*common, "steps=3", "resume=auto", name="changing")) == 0
@@ -106,3 +107,17 @@ def test_two_nodes_end_when_a_worker_is_killed_and_the_last_save_counts(argument
     saved = max(int(path.parent.name[5:]) for path in tmp_path.glob("run/checkpoints/step_*/COMPLETE"))
     assert sparrow_grpo.main(arguments(*ADAMW, f"steps={saved + 1}", "resume=auto", "validation=null")) == 0
     assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(1, saved + 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("processes", [1, 2])
+def test_bf16_on_gpus(arguments, tmp_path, processes):
+    """The packed copy is filled from the shares, and its probe compares it with the sharded model at each sync."""
+    if torch.cuda.device_count() < processes:
+        pytest.skip(f"needs {processes} CUDA devices")
+    command = [sys.executable, "-m", "sparrow", "run", "--nproc_per_node", str(processes), "sparrow_grpo"]
+    run = arguments(*ADAMW, "dtype=bfloat16", "steps=2", "engine.tune=false", "kv_cache.page_size=16")
+    subprocess.run([*command, *run, "kv_cache.block_size=16"], check=True)
+    for row in metrics(tmp_path / "run")[1:]:
+        assert row["update/skipped"] == 0.0 and row["grad_norm"] > 0
+        assert row["engine/logprob_diff_mean"] < 0.1

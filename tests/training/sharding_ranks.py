@@ -1,4 +1,4 @@
-"""One process of test_sharding.py: `python sharding_ranks.py RANK RANKS FOLDER`, or RANKS 1 without a process group."""
+"""One process of test_sharding.py: `python sharding_ranks.py RANK RANKS FOLDER DEVICE`; RANKS 1 needs no group."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sparrow.training.logprob import token_logprobs
 from sparrow.training.packing import response_hidden
 from sparrow.training.sharding import clip_gradients, full_state_dict, is_sharded, load_trained, release
 
-CPU = torch.device("cpu")
+DEVICE = torch.device(sys.argv[4], int(sys.argv[1])) if sys.argv[4] == "cuda" else torch.device("cpu")
 PROMPTS = [[1, 2], [3], [4, 5, 6], [7, 8], [9, 1, 2, 3], [5]]
 LENGTHS = [7, 3, 9, 2, 5, 4]
 # The second rank has one short sequence: it runs out of micro-batches.
@@ -60,16 +60,16 @@ def share(rank: int, ranks: int) -> RolloutBatch:
 def gradients(model: Decoder, batch: RolloutBatch, mode: str, loss_component: object) -> dict[str, torch.Tensor]:
     """Summed loss, norm before clipping, and all gradients whole, as a dict of tensors."""
     cfg = SimpleNamespace(minibatches=1, kl_coef=0.0, micro_batch_tokens=12)
-    minibatches, _ = split_minibatches(batch, cfg, CPU)
+    minibatches, _ = split_minibatches(batch, cfg, DEVICE)
     aggregation, total = Aggregation(mode, max_length=10), 0.0
     for micro in minibatches[0].micro_batches:
-        hidden_NE = response_hidden(model, micro, PackedCausal(micro.lengths, CPU))
+        hidden_NE = response_hidden(model, micro, PackedCausal(micro.lengths, DEVICE))
         logprobs_N, _ = token_logprobs(hidden_NE, model.logits, micro.targets_N, 1.0, chunk_size=8)
         inputs = LossInputs(
             logprobs_T=logprobs_N,
             old_logprobs_T=logprobs_N.detach() - 0.05,
-            advantages_T=batch.advantages_S[batch.sequence_T[micro.index_N]],
-            correction_T=torch.ones(len(micro.index_N)),
+            advantages_T=batch.advantages_S[batch.sequence_T[micro.index_N]].to(DEVICE),
+            correction_T=torch.ones(len(micro.index_N), device=DEVICE),
             sequence_T=micro.sequence_N,
             lengths_S=micro.response_lengths,
         )
@@ -83,7 +83,7 @@ def gradients(model: Decoder, batch: RolloutBatch, mode: str, loss_component: ob
         gradient = parameter.grad
         assert gradient is not None, name
         assert gradient.dtype == torch.float32
-        whole[name] = gradient.full_tensor() if is_sharded(model) else gradient
+        whole[name] = (gradient.full_tensor() if is_sharded(model) else gradient).cpu()
         parameter.grad = None
     loss = distributed.sum_values({"loss": total})["loss"]
     return whole | {"loss": torch.tensor(loss), "norm": torch.tensor(norm)}
@@ -103,20 +103,24 @@ def claimed(ranks: int) -> list[list[int]]:
 
 def main(rank: int, ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
+    if DEVICE.type == "cuda":
+        torch.cuda.set_device(DEVICE)
     if ranks > 1:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+        backend = "cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
     batch = share(rank, ranks)
     results = {}
     for head in ("tied", "untied"):
         for dtype in (torch.float32, torch.bfloat16) if head == "tied" else (torch.float32,):
             for replicate in range(1, ranks + 1):
-                model = load_trained(folder / head, CPU, dtype, replicate)
+                model = load_trained(folder / head, DEVICE, dtype, replicate)
                 for mode in MODES if dtype == torch.float32 else MODES[:1]:
                     key = f"{head} {str(dtype)[6:]} {mode}"
                     results[f"{key} / {replicate}"] = gradients(model, batch, mode, ClippedSurrogate())
                 results[f"{head} {str(dtype)[6:]} gspo / {replicate}"] = gradients(model, batch, MODES[0], GSPO())
                 with torch.no_grad():  # as the dense pass leaves it
-                    model(torch.arange(3), torch.arange(3), PackedCausal([3]))
+                    tokens_T = torch.arange(3, device=DEVICE)
+                    model(tokens_T, tokens_T, PackedCausal([3], DEVICE))
                 copy = Decoder(model.config)
                 copy_weights(copy, model)
                 release(model)

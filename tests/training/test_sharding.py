@@ -36,15 +36,20 @@ def config(tied: bool) -> DecoderConfig:
     )
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict, dict]:
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict, dict]:
     """Of one process, and of the first and second of two."""
+    if request.param == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
     folder = tmp_path_factory.mktemp("ranks")
     for name in ("tied", "untied"):
         model = Decoder(config(name == "tied"))
         model.init_weights(0)
         save_decoder(model, folder / name, None)
-    commands = [[sys.executable, str(SCRIPT), *rank, str(folder)] for rank in (("0", "1"), ("0", "2"), ("1", "2"))]
+    commands = [
+        [sys.executable, str(SCRIPT), *rank, str(folder), request.param]
+        for rank in (("0", "1"), ("0", "2"), ("1", "2"))
+    ]
     processes = [subprocess.Popen(command) for command in commands]
     assert [process.wait(timeout=200) for process in processes] == [0, 0, 0]
     return tuple(torch.load(folder / f"{name}.pt") for name in ("1_0", "2_0", "2_1"))
@@ -62,7 +67,7 @@ def test_two_processes_have_the_loss_and_gradients_of_one(results, head: str, ca
         assert twin.keys() == ours.keys()
         for name, value in ours.items():
             torch.testing.assert_close(
-                twin[name], value, atol=1e-6, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+                twin[name], value, atol=2e-6, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
             )
 
 
