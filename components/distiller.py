@@ -103,6 +103,8 @@ class LoRADistiller:
             parameter.requires_grad_(True)
         self.model, self.base = model, trainable
         self.layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+        for layer in self.layers:
+            _whole_output(layer)
         self.adapter = {name: p for name, p in model.named_parameters() if "lora_" in name}
         self.optimizer = torch.optim.AdamW(self.adapter.values(), lr=self.learning_rate, weight_decay=0.0)
         self._enable(False)
@@ -185,6 +187,15 @@ class LoRADistiller:
         finally:
             for parameter in self.base:
                 parameter.requires_grad_(True)
+
+
+def _whole_output(layer: Any) -> None:
+    """As many outputs as the base has: of a mesh with two dimensions, peft takes this rank's share for the whole."""
+    rows = layer.base_layer.out_features
+    for lora_b in layer.lora_B.values():
+        if lora_b.out_features != rows:
+            layer.out_features = lora_b.out_features = rows
+            lora_b.weight = nn.Parameter(lora_b.weight.new_zeros(rows, lora_b.in_features))  # zero is where LoRA starts
 
 
 def k3(sparse_logprobs_N: Tensor, dense_logprobs_N: Tensor) -> Tensor:

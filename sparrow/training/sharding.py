@@ -58,10 +58,10 @@ def _mesh(device: torch.device, replicate: int) -> DeviceMesh:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     ranks = dist.get_world_size()
     assert ranks % replicate == 0, (ranks, replicate)
-    if replicate == 1:
-        return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
+    if replicate == 1:  # the name by which peft knows that a share is not a matrix of its own
+        return init_device_mesh(device.type, (ranks,), mesh_dim_names=("fsdp",))
     # Neighbouring ranks, those of one node, share a copy: only sums of gradients cross between the nodes.
-    return init_device_mesh(device.type, (replicate, ranks // replicate), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device.type, (replicate, ranks // replicate), mesh_dim_names=("replicate", "fsdp"))
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -57,7 +57,8 @@ def test_a_run_goes_on_with_another_number_of_processes(arguments, tmp_path):
 def test_two_processes_and_two_more_steps_are_four(arguments, tmp_path):
     """Bit for bit, with an adapter beside the sharded weights; prompts that have rows at once are dealt out in turn."""
     lora = ["distiller._component_=sparrow.components.distiller.LoRADistiller", "distiller.learning_rate=0.001"]
-    common = [*ADAMW, *lora, "validation=null", "replicate=2"]
+    common = [*ADAMW, *lora, "validation=null"]
+    assert sparrow_grpo.main(arguments(*common, "steps=1", name="one")) == 0
     run_two(arguments(*common, "steps=2", name="whole"))
     run_two(arguments(*common, "steps=1", name="parts"))
     run_two(arguments(*common, "steps=2", "resume=auto", name="parts"))
@@ -66,6 +67,9 @@ def test_two_processes_and_two_more_steps_are_four(arguments, tmp_path):
     whole, parts = metrics(tmp_path / "whole"), metrics(tmp_path / "parts")
     for key in (*COMPARED, "distill/kl", "distill/grad_norm"):
         assert [row[key] for row in whole] == [row[key] for row in parts], key
+    one_process = metrics(tmp_path / "one")[0]
+    for key in ("distill/kl", "distill/grad_norm"):
+        assert whole[0][key] == pytest.approx(one_process[key], rel=1e-4), "the adapter's weights have the full shape"
 
 
 def test_bf16_over_fp32_master_weights_in_one_process(grpo, tmp_path):
