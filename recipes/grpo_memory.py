@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
+from sparrow.attention.dense import takes_flex
+from sparrow.errors import UserError
 from sparrow.memory_plan import Job, MemoryPlan, check_fits, plan_memory, plan_table
-from sparrow.memory_sizes import optimizer_memory
+from sparrow.memory_sizes import Activations, optimizer_memory
 from sparrow.models.decoder_config import DecoderConfig
 from sparrow.protocols import KVCache
 from sparrow.recipes.grpo_config import GRPOConfig
@@ -16,30 +16,23 @@ from sparrow.training import distributed
 PROMPT_TOKENS = 3000  # the longest that is planned for (paper, RL recipe); no key bounds a prompt
 
 
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """How the model is trained. The defaults are what the recipe does; tools/plan_memory.py plans the others."""
-
-    dtype: torch.dtype = torch.float32
-    checkpointing: bool = False
-    sharded: bool = False
-
-
-def memory_plan(
-    cfg: GRPOConfig, config: DecoderConfig, cache: KVCache, gpus: int, training: Training = Training()
-) -> MemoryPlan:
+def memory_plan(cfg: GRPOConfig, config: DecoderConfig, cache: KVCache, gpus: int) -> MemoryPlan:
     """The plan of a model of these sizes on so many GPUs."""
-    rollout_dtype = getattr(torch, cfg.engine.dtype or "float32")
+    if cfg.replicate < 1 or gpus % cfg.replicate:
+        raise UserError(f"replicate: {cfg.replicate} does not divide the {gpus} processes")
+    dtype, rollout_dtype = getattr(torch, cfg.dtype), getattr(torch, cfg.engine.dtype or cfg.dtype)
     room = config.max_position_embeddings - cfg.engine.max_new_tokens
     return plan_memory(
         Job(
             config=config,
             gpus=gpus,
-            shards=gpus if training.sharded else 1,
-            dtype=training.dtype,
-            checkpointing=training.checkpointing,
+            replicate=cfg.replicate,
+            dtype=dtype,
+            activations=_activations(cfg),
+            flex=takes_flex(cfg.attention, True, dtype, config.head_dim),
             optimizer=optimizer_memory(cfg.optimizer.path, cfg.optimizer.kwargs),
             reference=cfg.kl_coef > 0,
+            replay=cfg.replay is not None,
             rollout_dtype=rollout_dtype,
             kv_tokens=cfg.engine.kv_tokens,
             block_size=cache.block_size,
@@ -50,6 +43,12 @@ def memory_plan(
             logprob_chunk=cfg.logprob_chunk,
         )
     )
+
+
+def _activations(cfg: GRPOConfig) -> Activations:
+    if cfg.offload_activations:
+        return "offloaded"
+    return "recomputed" if cfg.activation_checkpointing else "kept"
 
 
 def check_memory(cfg: GRPOConfig, config: DecoderConfig, cache: KVCache, device: torch.device) -> None:

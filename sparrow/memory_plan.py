@@ -14,7 +14,16 @@ import torch
 
 from sparrow.engine.memory import KEPT_FREE
 from sparrow.errors import UserError
-from sparrow.memory_sizes import FP32, OptimizerMemory, layer_working_bytes, parameter_counts, saved_bytes
+from sparrow.memory_sizes import (
+    FP32,
+    Activations,
+    OptimizerMemory,
+    layer_working_bytes,
+    offloaded_bytes,
+    parameter_counts,
+    recomputed_bytes,
+    saved_bytes,
+)
 from sparrow.models.decoder_config import DecoderConfig
 
 KIB, GIB = 2**10, 2**30
@@ -29,10 +38,13 @@ class Job:
     """All that the plan depends on.
 
     Attributes:
-        gpus: processes, one GPU each; `shards` of them share one set of masters, gradients and optimizer state.
+        gpus: processes, one GPU each.
+        replicate: copies of the model; the processes of one share masters, gradients and optimizer state.
         dtype: that the model computes in; the masters are fp32.
-        checkpointing: activations are recomputed layer by layer.
+        activations: kept, recomputed layer by layer, or recomputed from inputs in the host's memory.
+        flex: attention is FlexAttention, and SDPA else.
         reference: a frozen copy of the first weights is kept.
+        replay: rollouts come from disk; there is no engine.
         rollout_dtype: of the engine's weights and KV pool.
         kv_tokens, block_size, kv_bytes: of the pool: tokens, tokens of the null block, bytes of a token, landmarks
             included.
@@ -43,11 +55,13 @@ class Job:
 
     config: DecoderConfig
     gpus: int = 1
-    shards: int = 1
+    replicate: int = 1
     dtype: torch.dtype = torch.float32
-    checkpointing: bool = False
+    activations: Activations = "kept"
+    flex: bool = False
     optimizer: OptimizerMemory
     reference: bool = False
+    replay: bool = False
     rollout_dtype: torch.dtype
     kv_tokens: int
     block_size: int
@@ -58,9 +72,14 @@ class Job:
     logprob_chunk: int
 
     @property
-    def copies(self) -> bool:
-        """Whether layers are gathered or cast to compute, apart from their masters."""
-        return self.dtype != torch.float32 or self.shards > 1
+    def shards(self) -> int:
+        """Processes that share one copy of the model."""
+        return self.gpus // self.replicate
+
+    @property
+    def sharded(self) -> bool:
+        """Whether layers are gathered to compute, apart from their masters, be it by one process from itself."""
+        return self.dtype != torch.float32 or self.gpus > 1
 
     @property
     def forward_tokens(self) -> int:
@@ -88,11 +107,11 @@ class Part:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The parts of a job, and what the optimizer keeps in the host's memory for each GPU."""
+    """The parts of a job on each GPU, and by name what stands in the host's memory for each."""
 
     job: Job
     parts: tuple[Part, ...]
-    host: int
+    host: dict[str, int]
 
     def total(self, phase: str, allowances: bool = True) -> int:
         """Bytes on each GPU in a phase."""
@@ -102,8 +121,13 @@ class MemoryPlan:
 def plan_memory(job: Job) -> MemoryPlan:
     """All parts, those of 0 bytes left out."""
     parts = (*_trainer(job), *_engine(job), *_forward(job), *_allowances(job))
-    host = round(parameter_counts(job.config).total / job.shards * job.optimizer.host)
-    return MemoryPlan(job, tuple(part for part in parts if part.size), host)
+    host = {
+        "optimizer": round(parameter_counts(job.config).total / job.shards * job.optimizer.host),
+        "inputs of layers": job.forward_tokens * offloaded_bytes(job.config, job.dtype, job.activations),
+    }
+    return MemoryPlan(
+        job, tuple(part for part in parts if part.size), {name: size for name, size in host.items() if size}
+    )
 
 
 def _trainer(job: Job) -> Iterator[Part]:
@@ -112,20 +136,22 @@ def _trainer(job: Job) -> Iterator[Part]:
     own = -(-count.total // job.shards)
     yield Part("weights, fp32", "model", own * FP32, PHASES)
     yield Part("optimizer state", "optimizer", round(own * job.optimizer.state), PHASES)
-    yield Part("reference weights, fp32", "kl_coef", count.total * FP32 if job.reference else 0, PHASES)
+    yield Part("reference weights, fp32", "kl_coef", own * FP32 if job.reference else 0, PHASES)
     yield Part("gradients, fp32", "model", own * FP32, ("update", "step"))
-    replicated = job.gpus > 1 and job.shards == 1
-    in_step = max(job.optimizer.step, FP32 if replicated else 0)
-    yield Part("gradients summed, temporaries of the step", "optimizer", round(own * in_step), ("step",))
-    if job.copies:
+    yield Part("temporaries of the step", "optimizer", round(own * job.optimizer.step), ("step",))
+    if job.sharded:
         gathered = (PREFETCHED_LAYERS * count.layer + count.root) * job.dtype.itemsize
         yield Part(f"layers gathered to compute, {_name(job.dtype)}", "model", gathered, ("score", "update"))
+        root = count.root * job.dtype.itemsize if job.reference else 0
+        yield Part("the reference's embedding and head", "kl_coef", root, ("score",))
         reduced = (count.layer + count.root) * (job.dtype.itemsize + FP32)
         yield Part("their gradients, before they are dealt out", "model", reduced, ("update",))
 
 
 def _engine(job: Job) -> Iterator[Part]:
     """The rollout's copy of the weights and its pool, both released by the engine's sleep."""
+    if job.replay:
+        return
     weights = parameter_counts(job.config).total * job.rollout_dtype.itemsize
     yield Part(f"engine's weights, {_name(job.rollout_dtype)}", "engine.dtype", weights, ("rollout",))
     pool = (job.kv_tokens // job.block_size + 1) * job.block_size * job.kv_bytes
@@ -137,9 +163,11 @@ def _forward(job: Job) -> Iterator[Part]:
     config, dtype = job.config, job.dtype
     final = 3 * config.hidden_size * dtype.itemsize  # hidden states, those of responses, their gradient
     working = layer_working_bytes(config, dtype) + final
-    kept = job.forward_tokens * saved_bytes(config, dtype, job.checkpointing)
+    kept = job.forward_tokens * saved_bytes(config, dtype, job.activations, job.flex)
+    again = job.forward_tokens * recomputed_bytes(config, dtype, job.activations, job.flex)
     work = job.forward_tokens * working
     yield Part("activations kept", "micro_batch_tokens", kept, ("update",))
+    yield Part("activations recomputed", "micro_batch_tokens", again, ("update",))
     yield Part("activations of the layer at work", "micro_batch_tokens", work, ("score", "update"))
     logits = LOGITS_HELD * job.logprob_chunk * config.vocab_size * FP32
     yield Part("logits of a chunk", "logprob_chunk", logits, ("score", "update"))
@@ -186,15 +214,16 @@ def _remedy(plan: MemoryPlan, phase: str, part: Part, excess: int) -> str:
 
 
 def _shorter(plan: MemoryPlan, phase: str, excess: int) -> str:
-    """A smaller forward, as far as it holds a longest sequence; below that shorter responses as well."""
+    """A smaller forward, as far as it holds a longest sequence; below that shorter responses as well; or an option."""
     job = plan.job
     size = sum(part.size for part in plan.parts if part.key == "micro_batch_tokens" and phase in part.phases)
     tokens = job.forward_tokens - -(-excess * job.forward_tokens // size)
-    micro = _at_most("micro_batch_tokens", job.micro_batch_tokens, tokens)
-    if tokens >= job.prompt_tokens + job.max_new_tokens:
-        return micro
-    response = _at_most("engine.max_new_tokens", job.max_new_tokens, tokens - job.prompt_tokens)
-    return f"{response}, {micro}" if tokens < job.micro_batch_tokens else response
+    limits = [_at_most("micro_batch_tokens", job.micro_batch_tokens, tokens)] if tokens < job.micro_batch_tokens else []
+    if tokens < job.prompt_tokens + job.max_new_tokens:
+        limits.insert(0, _at_most("engine.max_new_tokens", job.max_new_tokens, tokens - job.prompt_tokens))
+    option = {"kept": "activation_checkpointing", "recomputed": "offload_activations"}.get(job.activations)
+    less = f"{option}: true keeps less, or " if option and phase == "update" else ""
+    return less + ", ".join(limits)
 
 
 def _at_most(key: str, value: int, limit: int) -> str:
@@ -210,18 +239,18 @@ def plan_table(plan: MemoryPlan, memory: int) -> list[str]:
     totals = {phase: plan.total(phase) for phase in PHASES}
     lines.append(_row("total", [f"{totals[phase] / GIB:.2f}" for phase in PHASES], width))
     lines.append(_row("left", [f"{(memory - totals[phase]) / GIB:.2f}" for phase in PHASES], width))
-    if plan.host:
-        lines.append(f"optimizer in the host's memory, for each GPU: {plan.host / GIB:.2f}")
+    for name, size in plan.host.items():
+        lines.append(f"{name} in the host's memory, for each GPU: {size / GIB:.2f}")
     return lines
 
 
 def _heading(job: Job, memory: int) -> list[str]:
     shared = f"the model in {job.shards} shards" if job.shards > 1 else "the whole model on each"
-    kept = saved_bytes(job.config, job.dtype, job.checkpointing) / KIB
+    copies = f", {job.replicate} copies of it" if job.replicate > 1 and job.shards > 1 else ""
+    kept = saved_bytes(job.config, job.dtype, job.activations, job.flex) / KIB
     return [
-        f"memory in GiB, {memory / GIB:.1f} on each of {job.gpus} GPU{'s' * (job.gpus > 1)}, {shared}",
-        f"computes in {_name(job.dtype)}, activations {'recomputed' if job.checkpointing else 'kept'}, "
-        f"{job.forward_tokens} tokens in a forward",
+        f"memory in GiB, {memory / GIB:.1f} on each of {job.gpus} GPU{'s' * (job.gpus > 1)}, {shared}{copies}",
+        f"computes in {_name(job.dtype)}, activations {job.activations}, {job.forward_tokens} tokens in a forward",
         f"KiB of a token: activations {kept:.0f}, KV with landmarks {job.kv_bytes / KIB:.0f}",
     ]
 

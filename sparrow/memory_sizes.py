@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from sparrow.models.decoder_config import DecoderConfig
+
+Activations = Literal["kept", "recomputed", "offloaded"]  # see `sparrow.training.layers.prepare_layers`
 
 FP32 = 4
 STATISTIC = 4  # bytes: norms and attention keep one fp32 figure a row
@@ -38,18 +40,40 @@ def parameter_counts(config: DecoderConfig) -> ParameterCounts:
     return ParameterCounts(layer, root, root + config.num_layers * layer)
 
 
-def layer_saved_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
-    """What one layer keeps of one token for its backward, as `DecoderLayer` computes, with fused attention.
+def attention_saved_bytes(config: DecoderConfig, dtype: torch.dtype, flex: bool) -> int:
+    """What attention keeps of one token of one layer: queries, keys, values, output, and a figure for each row.
 
-    In fp32 keys and values are repeated for each query head, as `sparrow.attention.packed` must on CUDA.
+    SDPA keeps its padded output besides the packed one, and in fp32 keys and values are repeated for each query head,
+    as `sparrow.attention.packed` must on CUDA.
     """
-    d, E, D = dtype.itemsize, config.hidden_size, config.head_dim
+    d, D = dtype.itemsize, config.head_dim
+    kv_heads = config.num_heads if dtype == torch.float32 and not flex else config.num_kv_heads
+    outputs = 1 if flex else 2
+    return ((1 + outputs) * config.num_heads + 2 * kv_heads) * D * d + config.num_heads * STATISTIC
+
+
+def layer_saved_bytes(config: DecoderConfig, dtype: torch.dtype, flex: bool) -> int:
+    """What one layer keeps of one token for its backward, as `DecoderLayer` computes."""
+    return sum(_half_bytes(config, dtype)) + attention_saved_bytes(config, dtype, flex)
+
+
+def _half_bytes(config: DecoderConfig, dtype: torch.dtype) -> tuple[int, int]:
+    """What the halves before and after attention keep."""
+    d, D = dtype.itemsize, config.head_dim
     heads = config.num_heads + config.num_kv_heads
-    norms = 2 * E * (FP32 + 2 * d)  # the input in fp32, the normed one, and that times the gain
+    # The input in fp32, the normed one, and that times the gain.
+    norm = config.hidden_size * (FP32 + 2 * d) + STATISTIC
     head_norms = heads * (D * (FP32 + d) + STATISTIC) if config.qk_norm else 0
-    kv_heads = config.num_heads if dtype == torch.float32 else config.num_kv_heads
-    attention = 2 * (config.num_heads + kv_heads) * D * d + config.num_heads * (STATISTIC + D * d)
-    return norms + head_norms + attention + 4 * config.intermediate_size * d + 2 * STATISTIC
+    return norm + head_norms, norm + 4 * config.intermediate_size * d
+
+
+def recomputed_bytes(config: DecoderConfig, dtype: torch.dtype, activations: Activations, flex: bool) -> int:
+    """What of one token is made again at a time in the backward: half a layer, or all of it."""
+    if activations == "kept":
+        return 0
+    if activations == "recomputed":
+        return max(_half_bytes(config, dtype))
+    return _input(config, dtype) + layer_saved_bytes(config, dtype, flex)
 
 
 def layer_working_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
@@ -59,15 +83,23 @@ def layer_working_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
     return widest + 2 * config.hidden_size * (d + FP32)
 
 
-def saved_bytes(config: DecoderConfig, dtype: torch.dtype, checkpointing: bool) -> int:
-    """What the whole model keeps of one token for its backward.
+def saved_bytes(config: DecoderConfig, dtype: torch.dtype, activations: Activations, flex: bool) -> int:
+    """What the whole model keeps on the device of one token between its forward and its backward."""
+    layer = {
+        "kept": layer_saved_bytes(config, dtype, flex),
+        "recomputed": _input(config, dtype) + attention_saved_bytes(config, dtype, flex),
+        "offloaded": 0,
+    }[activations]
+    return config.num_layers * layer + _ends(config, dtype)
 
-    Args:
-        checkpointing: only the input of each layer is kept, and one layer at a time is computed again.
-    """
-    layer = layer_saved_bytes(config, dtype)
-    inputs = config.num_layers * config.hidden_size * dtype.itemsize + layer
-    return (inputs if checkpointing else config.num_layers * layer) + _ends(config, dtype)
+
+def offloaded_bytes(config: DecoderConfig, dtype: torch.dtype, activations: Activations) -> int:
+    """What waits in the host's memory meanwhile: each layer's input."""
+    return config.num_layers * _input(config, dtype) if activations == "offloaded" else 0
+
+
+def _input(config: DecoderConfig, dtype: torch.dtype) -> int:
+    return config.hidden_size * dtype.itemsize
 
 
 def _ends(config: DecoderConfig, dtype: torch.dtype) -> int:

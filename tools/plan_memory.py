@@ -1,7 +1,7 @@
 """What a training run needs of each GPU's memory, phase by phase, without a GPU and without weights.
 
   python tools/plan_memory.py --config qwen3_14b --gpus 8 --memory 141GB
-  python tools/plan_memory.py --config my.yaml --gpus 2 --memory 80GiB model=/path/to/checkpoint engine.kv_tokens=100000
+  python tools/plan_memory.py --config my.yaml --gpus 2 --memory 80GiB model=/path/to/checkpoint dtype=bfloat16
   python tools/plan_memory.py --config qwen3_4b qwen3_8b --gpus 1 2 --memory 141GB
 
 The model is a folder, of which only config.json is read, or a name such as Qwen3-4B; where the config leaves it to the
@@ -23,11 +23,10 @@ from sparrow.errors import UserError
 from sparrow.memory_plan import GIB, PHASES, MemoryPlan, check_fits, plan_table
 from sparrow.models.decoder_config import DecoderConfig, read_config
 from sparrow.recipes.grpo_config import GRPOConfig
-from sparrow.recipes.grpo_memory import Training, memory_plan
+from sparrow.recipes.grpo_memory import memory_plan
 
 UNITS = {"GB": 10**9, "GiB": GIB}
 LEFT_TO_THE_USER = "???"
-MODES = ("bf16", "checkpointing", "sharded")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parse(sys.argv[1:] if argv is None else argv)
     try:
         memory = _memory(args.memory)
-        plans = [_plan(name, args.overrides, gpus, args.modes) for name, gpus in _cases(args)]
+        plans = [_plan(name, args.overrides, gpus) for name, gpus in _cases(args)]
         lines = plan_table(plans[0], memory) if len(plans) == 1 else _totals(args.config, plans, memory)
         print("\n".join(lines), flush=True)
         for plan in plans:
@@ -46,19 +45,14 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _plan(name: str, overrides: list[str], gpus: int, modes: list[str]) -> MemoryPlan:
+def _plan(name: str, overrides: list[str], gpus: int) -> MemoryPlan:
     tree = load_tree(name, overrides)
     if tree.get("recipe") != "sparrow_grpo":
         raise UserError(f"--config {name}: is for {tree.get('recipe')}; memory is planned for sparrow_grpo")
     if tree.get("model") == LEFT_TO_THE_USER:
         overrides = [*overrides, f"model={name}"]
     cfg = load_config(GRPOConfig, name, overrides)
-    training = Training(
-        dtype=torch.bfloat16 if "bf16" in modes else torch.float32,
-        checkpointing="checkpointing" in modes,
-        sharded="sharded" in modes,
-    )
-    return memory_plan(cfg, _shape(cfg.model), cfg.kv_cache.build(), gpus, training)
+    return memory_plan(cfg, _shape(cfg.model), cfg.kv_cache.build(), gpus)
 
 
 def _shape(model: str) -> DecoderConfig:
@@ -109,7 +103,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--config", nargs="+", required=True, help="names or paths of sparrow_grpo configs")
     parser.add_argument("--gpus", nargs="+", type=int, default=[1], help="processes, one GPU each")
     parser.add_argument("--memory", help="of each GPU: 141GB, 80GiB; that of this machine's by default")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=[], help="plan a training that is to come")
     args, rest = parser.parse_known_args(argv)
     unknown = [word for word in rest if word.startswith("-")]
     if unknown:

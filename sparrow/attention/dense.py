@@ -42,7 +42,11 @@ class DenseAttention:
         return self.chosen(layer, q_THD, k_TKD, v_TKD)
 
     def _flex(self, q_THD: Tensor) -> bool:
-        if self.name != "auto":
-            return self.name == "flex"
-        half = q_THD.dtype in (torch.bfloat16, torch.float16)
-        return q_THD.is_cuda and half and q_THD.shape[-1] >= SMALLEST_HEAD
+        return takes_flex(self.name, q_THD.is_cuda, q_THD.dtype, q_THD.shape[-1])
+
+
+def takes_flex(name: DenseBackend, on_cuda: bool, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether that name is FlexAttention there."""
+    if name != "auto":
+        return name == "flex"
+    return on_cuda and dtype in (torch.bfloat16, torch.float16) and head_dim >= SMALLEST_HEAD

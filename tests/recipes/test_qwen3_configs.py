@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -10,11 +11,11 @@ import torch
 
 from sparrow import registry
 from sparrow.config import load_config
-from sparrow.memory_plan import GIB, check_fits
+from sparrow.memory_plan import GIB, Job, check_fits
 from sparrow.models.decoder_config import DecoderConfig
 from sparrow.recipes import sparrow_grpo
 from sparrow.recipes.grpo_config import GRPOConfig, check
-from sparrow.recipes.grpo_memory import Training, check_memory, memory_plan
+from sparrow.recipes.grpo_memory import check_memory, memory_plan
 from sparrow.recipes.sparrow_grpo import SparrowGRPO
 
 from .conftest import HERE
@@ -74,6 +75,7 @@ def test_settings_are_the_papers(size: str, code: bool) -> None:
     assert cfg.sampling.temperature == 1 and not cfg.sampling.truncates
     assert cfg.engine.max_new_tokens == (24000 if code else 37000)
     assert cfg.kv_cache.kwargs["budget"].kwargs == {"path": f"qwen3-{size}-0.86"}
+    assert cfg.dtype == "bfloat16" and cfg.activation_checkpointing and cfg.replicate == 1
     assert cfg.optimizer.kwargs["lr"] == (5e-7 if code else 1e-6) and cfg.optimizer.kwargs["weight_decay"] == 0.01
 
 
@@ -95,8 +97,11 @@ def test_the_plan_in_the_comment_holds(size: str, code: bool) -> None:
     found = re.search(r"^# Memory: planned for (\d) GPUs? of 141 GB, peak (\d+) GiB; bf16, fp32 masters", text, re.M)
     assert found, text
     cfg = load_config(GRPOConfig, name(size, code), overrides(size, code))
-    training = Training(dtype=torch.bfloat16, checkpointing=True, sharded=True)
-    plan = memory_plan(cfg, shape(size), cfg.kv_cache.build(), int(found[1]), training)
+    gpus = int(found[1])
+    plan = memory_plan(cfg, shape(size), cfg.kv_cache.build(), gpus)
+    assert (f"fp32 masters in {gpus} shards" in text) == (plan.job.shards > 1)
+    host = re.search(r"^# and (\d+) GiB of the host's memory for each GPU", text, re.M)
+    assert (0 if host is None else int(host[1])) == math.ceil(sum(plan.host.values()) / GIB)
     peak = max(map(plan.total, ("rollout", "score", "update", "step")))
     assert round(peak / GIB) == int(found[2]) and peak < 0.95 * MEMORY
     assert plan.job.prompt_tokens == 3000
@@ -125,12 +130,44 @@ def test_on_the_cpu_nothing_is_planned(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out == ""
 
 
-def test_the_plan_of_the_recipe_today_is_refused_by_its_activations() -> None:
-    """Until activations are recomputed: a clear refusal in place of an error out of memory after the rollout."""
-    cfg = load_config(GRPOConfig, "qwen3_4b", overrides("4b", False))
+def test_unsharded_fp32_at_full_length_is_refused_by_its_activations() -> None:
+    """A clear refusal in place of an error out of memory after the rollout."""
+    fp32 = [*overrides("4b", False), "dtype=float32", "activation_checkpointing=false"]
+    cfg = load_config(GRPOConfig, "qwen3_4b", fp32)
     plan = memory_plan(cfg, shape("4b"), cfg.kv_cache.build(), gpus=1)
-    with pytest.raises(ValueError, match=r"the update phase .* activations kept: engine.max_new_tokens 37000 can be"):
+    with pytest.raises(
+        ValueError, match=r"the update phase .* activations kept: activation_checkpointing: true .* 37000 can be \d+ at"
+    ):
         check_fits(plan, MEMORY)
+
+
+@pytest.mark.parametrize("size", ["8b", "14b"])
+def test_activations_are_offloaded_only_where_they_must_be(size: str) -> None:
+    cfg = load_config(GRPOConfig, f"qwen3_{size}", [*overrides(size, False), "offload_activations=false"])
+    plan = memory_plan(cfg, shape(size), cfg.kv_cache.build(), gpus={"8b": 2, "14b": 4}[size])
+    assert plan.job.activations == "recomputed" and plan.total("update") > MEMORY
+    more = memory_plan(cfg, shape(size), cfg.kv_cache.build(), gpus={"8b": 4, "14b": 8}[size])
+    assert more.total("update") < MEMORY
+
+
+def test_the_plan_follows_the_config() -> None:
+    cache = load_config(GRPOConfig, "qwen3_4b", overrides("4b", False)).kv_cache.build()
+
+    def job(*changes: str, gpus: int = 1) -> Job:
+        return memory_plan(
+            load_config(GRPOConfig, "qwen3_4b", [*overrides("4b", False), *changes]), shape("4b"), cache, gpus
+        ).job
+
+    assert (job().dtype, job().activations, job().flex, job().sharded) == (torch.bfloat16, "recomputed", True, True)
+    assert job("offload_activations=true").activations == "offloaded"
+    assert not job("attention=sdpa").flex
+    fp32 = job("dtype=float32", "~engine.dtype")
+    assert not fp32.flex and not fp32.sharded and fp32.rollout_dtype == torch.float32
+    assert job("~engine.dtype").rollout_dtype == torch.bfloat16
+    assert (job(gpus=8).shards, job("replicate=2", gpus=8).shards) == (8, 4)
+    assert job("replay=somewhere").replay
+    with pytest.raises(ValueError, match="replicate: 3 does not divide the 8 processes"):
+        job("replicate=3", gpus=8)
 
 
 @pytest.mark.gpu

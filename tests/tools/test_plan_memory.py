@@ -43,9 +43,11 @@ def test_a_published_model_by_name(size: str, capsys) -> None:
 
 
 def test_what_cannot_fit_is_shown_and_refused(capsys) -> None:
-    code, out, err = planned(capsys, "--config qwen3_14b --gpus 8 --memory 141GB")
+    code, out, err = planned(capsys, "--config qwen3_14b --gpus 4 --memory 141GB offload_activations=false")
     assert code == 2 and "left" in out
-    assert re.fullmatch(r"error: memory: the update phase needs .* activations kept: .*\n", err)
+    assert re.fullmatch(
+        r"error: memory: the update phase needs .* activations kept: offload_activations: true .*\n", err
+    )
 
 
 def test_overrides_and_units(capsys) -> None:
@@ -69,6 +71,7 @@ def test_overrides_and_units(capsys) -> None:
         ("--config tiny --memory 141GB", "model: outputs/tiny_sft/model is neither a folder with a config.json nor"),
         ("--config qwen3_4b --memory 141GB model=Qwen3-32B", "nor one of Qwen3-0.6B"),
         ("--config qwen3_4b --memory 141GB enginee.max_rows=3", "did you mean 'engine'"),
+        ("--config qwen3_4b --gpus 3 --memory 141GB replicate=2", "replicate: 2 does not divide the 3 processes"),
     ],
 )
 def test_bad_input_is_one_line(command: str, words: str, tmp_path: Path, monkeypatch, capsys) -> None:
