@@ -13,6 +13,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torchao.optim.subclass_8bit import OptimState8bit
 
 from sparrow.attention.packed import PackedCausal
+from sparrow.attention.packed_flex import PackedFlex, filled_length
 from sparrow.errors import UserError
 from sparrow.memory_plan import GIB, PHASES, Job, MemoryPlan, check_fits, plan_memory, plan_table
 from sparrow.memory_sizes import (
@@ -124,11 +125,24 @@ def test_activations_are_what_autograd_keeps(
     assert host.size == tokens * offloaded_bytes(config, dtype, activations)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("activations", ["kept", "recomputed"])
+def test_activations_are_what_flex_attention_keeps(activations: Activations, device: torch.device) -> None:
+    config = replace(SMALL, hidden_size=256, head_dim=64)
+    tokens = filled_length(2000)
+    model = trained(config, torch.bfloat16, activations).to(device)
+    saved, ids = Saved(model), torch.arange(tokens, device=device)
+    with saved.hooks():
+        model(ids % config.vocab_size, ids, PackedFlex([tokens], device))
+    expected = tokens * saved_bytes(config, torch.bfloat16, activations, flex=True)
+    assert saved.size == pytest.approx(expected, rel=0.02), "apart from the lists of blocks"
+
+
 @pytest.mark.parametrize("activations", get_args(Activations))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_forward_and_backward_stay_below_the_plan(dtype: torch.dtype, activations: Activations) -> None:
     config = replace(SMALL, vocab_size=500, hidden_size=64, intermediate_size=192, num_layers=6, num_kv_heads=4)
-    model, tokens, chunk = trained(config, dtype, activations), 1024, 64
+    model, tokens, chunk = trained(config, dtype, activations), 1024, 128
     ids = torch.arange(tokens) % config.vocab_size
     tracker = MemTracker()
     tracker.track_external(model)
