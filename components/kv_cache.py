@@ -27,6 +27,7 @@ from sparrow.models.identity import architecture, fingerprint
 from sparrow.protocols import Attention, BudgetSchedule, KVCache, RunSettings, Selector
 
 _PROBED_HEAD_DIM = 64
+FP8_CAPABILITY = (8, 9)
 LONGEST_CHECKED = 2**20  # cached tokens; no checkpoint goes that far
 
 
@@ -75,6 +76,18 @@ def _check_landmarks(selector: Selector, page_size: int) -> None:
         raise UserError(
             f"kv_cache.selector: {_selector_name(selector)} makes {made} landmarks of a page, and says "
             f"landmarks_per_page {selector.landmarks_per_page}"
+        )
+
+
+def _check_eight_bits(landmark_dtype: torch.dtype, device: torch.device) -> None:
+    """UserError on a GPU that cannot convert the 8-bit format."""
+    if landmark_dtype.itemsize > 1 or torch.device(device).type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FP8_CAPABILITY:
+        raise UserError(
+            f"kv_cache.selector: landmarks of 8 bits need a GPU of capability {FP8_CAPABILITY}, this is {capability}; "
+            "leave fp8 out"
         )
 
 
@@ -194,10 +207,11 @@ class SparseKVCache:
         """Makes the pool of `num_blocks` blocks (and the null block), with landmarks for the sparse layers."""
         self.attention = decode_attention(self.backend, device, dtype, self.page_size, config.head_dim)
         sparse = range(self.pattern.dense_layers, config.num_layers)
-        selector = self.pattern.selector
+        selector, landmark_dtype = self.pattern.selector, self._landmark_dtype(dtype)
+        _check_eight_bits(landmark_dtype, device)
         self.pool = PagePool(
             config, num_blocks, self.block_size, self.page_size, selector.landmarks_per_page, sparse, device, dtype,
-            self._landmark_dtype(dtype),
+            landmark_dtype,
         )  # fmt: skip
 
     @property

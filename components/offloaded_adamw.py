@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
+from sparrow.errors import UserError
+from sparrow.training import distributed
+
 
 class OffloadedAdamW:
     """torch.optim.AdamW, fused, on copies of the parameters in the host's memory; used as if it were it.
@@ -22,8 +25,11 @@ class OffloadedAdamW:
     weights are loaded.
 
     Args:
-        named_parameters: (name, parameter) pairs in fp32, whole or sharded; those that need no gradient are left out.
+        named_parameters: (name, parameter) pairs in fp32; those that need no gradient are left out.
         lr, betas, eps, weight_decay: AdamW's.
+
+    Raises:
+        UserError: several processes; a save would keep the moments of one of them.
     """
 
     def __init__(
@@ -34,6 +40,11 @@ class OffloadedAdamW:
         eps: float = 1e-8,
         weight_decay: float = 0.01,
     ) -> None:
+        if distributed.world_size() > 1:
+            raise UserError(
+                f"optimizer: OffloadedAdamW is for one process, there are {distributed.world_size()}, which share the "
+                "state already; take torch.optim.AdamW or torchao.optim.AdamW8bit"
+            )
         trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
         assert all(parameter.dtype == torch.float32 for _, parameter in trained)
         self._parameters = [parameter for _, parameter in trained]
@@ -69,7 +80,10 @@ class OffloadedAdamW:
         return self._adamw.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Also takes the weights as they are now: those of a save may have come after the copies were made."""
         self._adamw.load_state_dict(state)
+        for parameter, copy in zip(self._parameters, self._copies, strict=True):
+            copy.data.copy_(_share(parameter.detach()))
 
     def _wait(self) -> None:
         if any(parameter.is_cuda for parameter in self._parameters):

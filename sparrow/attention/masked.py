@@ -75,9 +75,7 @@ class MaskedSparse:
         keys = F.pad(k_SKD, (0, 0, 0, 0, 0, width * rule.page_size - S)).unflatten(0, (width, rule.page_size))
         landmarks_KPMD = rule.selector.landmarks(keys.permute(2, 0, 1, 3))
         candidates_CP = candidate_pages(pages_C, width, rule.sink_pages, rule.recent_pages)
-        scores_CKP = rule.selector.score(
-            q_CHD.unflatten(1, (K, -1)), landmarks_KPMD.expand(C, *landmarks_KPMD.shape), candidates_CP
-        )
+        scores_CKP = rule.selector.score(q_CHD.unflatten(1, (K, -1)), landmarks_KPMD[None], candidates_CP)
         pages_CKW, _ = select_pages(scores_CKP, candidates_CP, pages_C, rule.budget.pages(position_C + 1), width)
         kept_CKP = torch.zeros_like(scores_CKP, dtype=torch.bool).scatter_(2, pages_CKW, True)
         kept_CKS = kept_CKP.repeat_interleave(rule.page_size, 2)[..., :S]
@@ -87,6 +85,7 @@ class MaskedSparse:
 def _attend(q_CHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, mask_HCS: Tensor | None) -> Tensor:
     """[C, H, D], causal where no mask is given."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q_CHD, k_SKD, v_SKD))
-    k, v, grouped = for_sdpa(q, k, v)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_HCS, is_causal=mask_HCS is None, enable_gqa=grouped)
+    k, v, grouped = for_sdpa(q, k, v, mask_HCS is not None)
+    mask = None if mask_HCS is None else mask_HCS[None]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
     return out[0].transpose(0, 1)

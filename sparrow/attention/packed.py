@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def for_sdpa(q_NHLD: Tensor, k_NKLD: Tensor, v_NKLD: Tensor) -> tuple[Tensor, Tensor, bool]:
+def for_sdpa(q_NHLD: Tensor, k_NKLD: Tensor, v_NKLD: Tensor, masked: bool = False) -> tuple[Tensor, Tensor, bool]:
     """Keys and values as SDPA is to have them, and its `enable_gqa`.
 
-    In fp32 on CUDA no kernel but the one that holds all scores takes grouped heads, so they are repeated there.
+    In fp32 or with a mask no kernel on CUDA but the one that holds all scores takes grouped heads, so they are repeated
+    there.
     """
     group = q_NHLD.shape[1] // k_NKLD.shape[1]
-    if group > 1 and q_NHLD.is_cuda and q_NHLD.dtype == torch.float32:
+    if group > 1 and q_NHLD.is_cuda and (masked or q_NHLD.dtype == torch.float32):
         return k_NKLD.repeat_interleave(group, 1), v_NKLD.repeat_interleave(group, 1), False
     return k_NKLD, v_NKLD, group > 1
 

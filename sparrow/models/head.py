@@ -27,7 +27,10 @@ def fp32_logits(hidden_NE: Tensor, weight_VE: Tensor) -> Tensor:
 
 
 class _HalfHead(torch.autograd.Function):
-    """Gradients have the dtypes of what they belong to; their sums over tokens and vocabulary are fp32."""
+    """Gradients have the dtypes of what they belong to; their sums over tokens and vocabulary are fp32.
+
+    Those of several calls, as of the chunks of a micro-batch, are added up in that dtype, by autograd.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden_NE: Tensor, weight_VE: Tensor) -> Tensor:

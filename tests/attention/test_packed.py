@@ -10,7 +10,7 @@ from sparrow.attention.packed import PackedCausal
 from sparrow.attention.pattern import SparsePattern
 from sparrow.attention.reference import attend_reference, select_reference
 from sparrow.components.budget import StepSchedule
-from sparrow.components.selector import CentroidSelector, HeadSoftmaxSelector
+from sparrow.components.selector import CentroidSelector, HeadSoftmaxSelector, QuestSelector, SegmentSoftmaxSelector
 
 LENGTHS = [7, 1, 30]
 
@@ -31,7 +31,10 @@ def test_documents_attend_to_themselves_only(lengths):
         torch.testing.assert_close(o, alone)
 
 
-@pytest.mark.parametrize("selector", [CentroidSelector(), HeadSoftmaxSelector()], ids=lambda s: type(s).__name__)
+SELECTORS = [CentroidSelector(), HeadSoftmaxSelector(), QuestSelector(), SegmentSoftmaxSelector(2, fp8=True)]
+
+
+@pytest.mark.parametrize("selector", SELECTORS, ids=lambda s: type(s).__name__)
 def test_masked_training_form_sees_what_decode_sees(selector):
     budget = StepSchedule(pages=[3, 4, 6], bin_width=10)
     prompts = [3, 1, 12]

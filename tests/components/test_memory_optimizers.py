@@ -114,3 +114,18 @@ def test_a_parameter_without_gradient_stays() -> None:
     optimizer.step()
     assert optimizer.param_groups[0]["param_names"] == ["used", "unused"]
     assert (used < 1).all() and torch.equal(unused, torch.ones(3))
+
+
+def test_a_resume_steps_from_the_weights_that_were_loaded_last() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = OffloadedAdamW([("weight", weight)], lr=0.0)
+    weight.sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    resumed = OffloadedAdamW([("weight", weight)], lr=0.0)
+    with torch.no_grad():
+        weight.fill_(1.0009)  # fp32 masters, over an export that bf16 had rounded to 1
+    resumed.load_state_dict(state)
+    weight.sum().backward()
+    resumed.step()
+    assert torch.equal(weight, torch.full((3,), 1.0009))
