@@ -266,6 +266,7 @@ class SparrowGRPO:
         seconds: dict[str, float] = {}
         with _clock(seconds, "time/rollout"):
             batch = self._rollout()
+            distributed.barrier()  # who waits for the longest responses of others waits in the rollout
         with _clock(seconds, "time/reward"):
             reward_metrics = self._score(batch)
             batch = balance_ranks(batch, self.cfg)
@@ -576,7 +577,10 @@ class SparrowGRPO:
         return full_state_dict(self.model, getattr(torch, self.cfg.dtype))
 
     def _write_state(self, folder: Path) -> None:
-        save_weights(self._write_shared(folder), self.model.config, folder / "model", self.tokenizer.path)
+        # Of the save before: the folder that the run began with may have been a save that is pruned by now.
+        before = latest_run_state(self.saves)
+        companions = self.tokenizer.path if before is None else before / "model"
+        save_weights(self._write_shared(folder), self.model.config, folder / "model", companions)
         if self.distiller is not None:
             self.distiller.export(folder / "adapter")
         write_settings(self.cfg, folder)

@@ -235,7 +235,7 @@ def _process_group() -> Iterator[None]:
             if dist.is_initialized():  # of one process, for sharding's bf16 copies
                 dist.destroy_process_group()
         return
-    if torch.cuda.is_available():
+    if int(os.environ["LOCAL_RANK"]) < torch.cuda.device_count():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)

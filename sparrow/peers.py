@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -16,11 +17,13 @@ from sparrow.errors import RESUME_ADVICE, UserError
 
 FAILED = f"sparrow/failed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 SECONDS_BETWEEN_LOOKS = 1.0
+STORE_TIMEOUT = timedelta(seconds=30)
 
 
 def _store() -> dist.Store:
     """A connection of its own to the store of torchrun: that of the process group may be busy waiting."""
-    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(host, port, is_master=False, timeout=STORE_TIMEOUT)
 
 
 @contextmanager
@@ -33,8 +36,12 @@ def watched(report: Callable[[str], None]) -> Iterator[None]:
 
     def watch() -> None:
         while not ended.wait(SECONDS_BETWEEN_LOOKS):
-            if store.check([FAILED]) and not ended.is_set():
-                report(said(store.get(FAILED).decode()))
+            try:
+                cause = store.get(FAILED).decode() if store.check([FAILED]) else None
+            except dist.DistError:  # The store went with the process that held it: the next collective says so.
+                return
+            if cause is not None and not ended.is_set():
+                report(said(cause))
                 os._exit(1)
 
     watcher = threading.Thread(target=watch, daemon=True)
@@ -47,7 +54,8 @@ def watched(report: Callable[[str], None]) -> Iterator[None]:
         if not is_lost_peer(error):
             # The first to fail is the cause; what others meet after it is not to hide it.
             what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            store.compare_set(FAILED, "", f"rank {dist.get_rank()} failed: {what}")
+            with suppress(dist.DistError):
+                store.compare_set(FAILED, "", f"rank {dist.get_rank()} failed: {what}")
         raise
     ended.set()
     watcher.join()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,9 @@ from sparrow import registry, torchtune_adapter
 from sparrow.errors import RESUME_ADVICE, UserError
 from sparrow.instantiate import add_working_directory
 from sparrow.registry import did_you_mean
+
+# After Ctrl-C or SIGTERM the processes finish their step and save; torchrun's own limit is 30 seconds.
+SHUTDOWN_SECONDS = "600"
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,7 @@ def run_several(arguments: Sequence[str]) -> int:
     for name in ("elastic", "run"):  # these log each worker's end at ERROR, and advice on OMP_NUM_THREADS
         logging.getLogger(f"torch.distributed.{name}").setLevel(logging.CRITICAL)
     options = _torchrun_options(arguments)
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
     try:
         run(options)
     except ChildFailedError as error:

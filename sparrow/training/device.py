@@ -30,4 +30,10 @@ def resolve_device(name: str, threads: int | None) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UserError("device: cuda was asked for, but PyTorch sees no GPU; use auto or cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"--nproc_per_node: {local_rank + 1} processes or more, this machine has {torch.cuda.device_count()} GPUs; "
+            "device=cpu takes none"
+        )
+    return torch.device("cuda", local_rank)

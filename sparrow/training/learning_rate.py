@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any, Protocol
 
 
@@ -23,7 +24,8 @@ class LearningRate:
 
     def __init__(self, optimizer: HasGroups, warmup_steps: int, final: float) -> None:
         self.optimizer, self.warmup_steps, self.final = optimizer, warmup_steps, final
-        self.base = [group["lr"] for group in optimizer.param_groups]
+        # Copies: torchao's rates are tensors, into which a save is read.
+        self.base = [deepcopy(group["lr"]) for group in optimizer.param_groups]
 
     def set(self, step: int, position: int, length: int) -> None:
         """Writes the rates of one step into the optimizer.

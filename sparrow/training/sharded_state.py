@@ -12,9 +12,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from sparrow.errors import UserError
 from sparrow.models.checkpoint import plain_state_dict
 from sparrow.models.decoder import Decoder
 from sparrow.training.sharding import share_of
@@ -58,6 +59,11 @@ def _shares(whole: Any, like: Any) -> Any:
     if isinstance(like, dict):
         return {key: _shares(whole[key], value) for key, value in like.items()}
     if isinstance(like, DTensor):
+        if type(whole) is not Tensor:
+            raise UserError(
+                f"resume: state of {type(whole).__name__} that one process saved whole cannot be shared out; go on "
+                "with one process, or start another run from the save's model"
+            )
         return share_of(whole.to(like.device), like)
     return whole
 
@@ -69,7 +75,8 @@ def _make_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Non
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     for group in optimizer.param_groups:
-        group["lr"] = 0.0
+        rate = group["lr"]
+        group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from sparrow.components.offloaded_adamw import OffloadedAdamW
 from sparrow.instantiate import Component
 from sparrow.training.learning_rate import LearningRate
+from sparrow.training.sharded_state import load_shards, save_shards
 
 FUSED = Component("torch.optim.AdamW", {"lr": 0.01, "weight_decay": 0.1, "fused": True})
 EIGHT_BIT = Component("torchao.optim.AdamW8bit", {"lr": 0.01, "weight_decay": 0.1})
@@ -129,3 +131,16 @@ def test_a_resume_steps_from_the_weights_that_were_loaded_last() -> None:
     weight.sum().backward()
     resumed.step()
     assert torch.equal(weight, torch.full((3,), 1.0009))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_shards_hold_every_optimizers_state(name: str, tmp_path: Path) -> None:
+    model, optimizer, rate = build(ALL[name], "cpu")
+    train(model, optimizer, rate, range(3))
+    save_shards(tmp_path / "shards", model, optimizer)
+    train(model, optimizer, rate, range(3, 6))
+    resumed, fresh, rate = build(ALL[name], "cpu")
+    load_shards(tmp_path / "shards", resumed, fresh, list(resumed.parameters()))
+    train(resumed, fresh, rate, range(3, 6))
+    for ours, expected in zip(resumed.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, expected)

@@ -198,3 +198,12 @@ def test_the_saved_model_is_transformers_own(grpo, checkpoint, tmp_path):
     assert 0 < (adapted - ours).abs().max() < 1
     names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {file.name for file in (save / "model").iterdir()} == names
+
+
+def test_saves_keep_their_tokenizer_when_the_one_the_run_went_on_with_is_gone(grpo, tmp_path):
+    grpo("steps=1", "keep_last=1", "checkpoint_every=1")
+    grpo("steps=4", "keep_last=1", "checkpoint_every=1", "resume=auto")
+    (save,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert save.name == "step_000004"
+    assert AutoTokenizer.from_pretrained(save / "model").eos_token_id is not None
+    grpo("steps=5", "keep_last=1", "resume=auto")

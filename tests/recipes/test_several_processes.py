@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -107,7 +108,9 @@ def test_two_nodes_end_when_a_worker_is_killed_and_the_last_save_counts(argument
     errors = [node.communicate(timeout=100)[1] for node in nodes]
     assert all(node.returncode not in (0, None) for node in nodes)
     assert "was killed by signal 9; where the recipe has saves, resume=auto goes on" in errors[1]
-    assert "error: lost the connection to another process" in errors[0] and "Traceback" not in errors[0]
+    # Whichever this node notices first: the peer of a collective, or the store that the other node holds.
+    assert re.search("error: lost (the connection to another process|the node at|torchrun's store)", errors[0])
+    assert "Traceback" not in errors[0]
     saved = max(int(path.parent.name[5:]) for path in tmp_path.glob("run/checkpoints/step_*/COMPLETE"))
     assert sparrow_grpo.main(arguments(*ADAMW, f"steps={saved + 1}", "resume=auto", "validation=null")) == 0
     assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(1, saved + 2))
