@@ -10,7 +10,6 @@ Axes: S sequences of this rank's batch, T their response tokens, N tokens of one
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,31 +24,29 @@ from torch import Tensor
 
 from sparrow.attention.dense import DenseAttention
 from sparrow.components.acceptance import TailTokens, alpha_top_k, top_k_floor
-from sparrow.components.aggregation import BatchTotals
 from sparrow.components.data import Example, PromptData
 from sparrow.components.distiller import Distiller
 from sparrow.components.kv_cache import DenseKVCache, check_runs
-from sparrow.components.loss import LossInputs, kl_penalty
 from sparrow.components.reward import columns_per_sequence, combine_rewards
 from sparrow.config import to_yaml
 from sparrow.engine.engine import Engine
 from sparrow.engine.sampler import SamplingParams
 from sparrow.errors import AlarmStop, Interrupted, UserError
 from sparrow.launch import check_stop, run_recipe, stop_requested
-from sparrow.models.checkpoint import save_weights
 from sparrow.models.decoder import Decoder
 from sparrow.models.decoder_config import read_config
 from sparrow.models.identity import architecture
 from sparrow.models.tokenizer import tokenizer_of_model
 from sparrow.protocols import AdaptiveBudget
 from sparrow.rates import measure_flop_per_s
-from sparrow.recipes.grpo_config import GRPOConfig, Validation, best_saves, check
+from sparrow.recipes.grpo_config import GRPOConfig, Validation, check
 from sparrow.recipes.grpo_memory import check_memory
-from sparrow.recipes.grpo_minibatches import Minibatch, balance_ranks, combine_metrics, split_minibatches
+from sparrow.recipes.grpo_minibatches import balance_ranks, split_minibatches
 from sparrow.recipes.grpo_report import decode_responses, print_report, rollout_metrics, sample_rows
-from sparrow.recipes.grpo_resume import changed_lines, changed_settings, check_resumable, write_settings
+from sparrow.recipes.grpo_resume import changed_lines, changed_settings, write_settings
+from sparrow.recipes.grpo_saves import Saves, find_save
+from sparrow.recipes.grpo_update import PolicyUpdate
 from sparrow.recipes.sparrow_sft import ensure_warmup
-from sparrow.registry import did_you_mean
 from sparrow.rollout import RolloutBatch
 from sparrow.rollout_dump import Origin, Replay, dump_rollouts
 from sparrow.tracking.tracker import SafeTrackers
@@ -58,22 +55,10 @@ from sparrow.training.alarms import AlarmMonitor
 from sparrow.training.device import resolve_device
 from sparrow.training.flops import training_flop
 from sparrow.training.layers import prepare_layers
-from sparrow.training.learning_rate import LearningRate
 from sparrow.training.logprob import score_tokens, token_logprobs
 from sparrow.training.mismatch import mismatch_panel
 from sparrow.training.packing import MicroBatch, response_hidden
-from sparrow.training.run_state import (
-    latest_run_state,
-    own_settings,
-    resolve_resume,
-    save_run_state,
-    unfinished_save,
-    would_be_kept,
-)
-from sparrow.training.sharded_state import load_shards, load_whole, save_shards
-from sparrow.training.sharding import clip_gradients, full_state_dict, is_sharded, load_trained, release
-
-SHARDS = "shards"  # folder within a save
+from sparrow.training.sharding import load_trained, release
 
 
 class SparrowGRPO:
@@ -83,16 +68,12 @@ class SparrowGRPO:
         check(cfg)
         self.cfg = cfg
         self.output_dir = Path(cfg.output_dir)
-        self.saves = self.output_dir / "checkpoints"
+        self.saves_dir = self.output_dir / "checkpoints"
         self.trackers = SafeTrackers([tracker.build() for tracker in cfg.trackers] if distributed.rank() == 0 else [])
         self.alarms = AlarmMonitor(cfg.alarms)
         self.run_id: str | None = None  # of the trackers, where the run is resumed
         self.step = 0
         self.next_prompt = 0
-        self.best = best_saves(cfg)
-        self.best_value: float | None = None  # of the last step, where it was measured
-        self.nonfinite_in_a_row = 0
-        self.last_save = -1
 
     # Setup
 
@@ -101,7 +82,7 @@ class SparrowGRPO:
         cfg = self.cfg
         torch.manual_seed(cfg.seed)
         self.device = resolve_device(cfg.device, cfg.threads)
-        save = self._find_save()
+        save, self.changes = find_save(cfg, self.saves_dir)
         self._build_components()
         if save is None and cfg.warmup is not None:
             ensure_warmup(cfg.warmup, Path(cfg.model))
@@ -118,17 +99,6 @@ class SparrowGRPO:
         if distributed.rank() == 0:
             self.trackers.start(self.output_dir, yaml.safe_load(to_yaml(cfg)), self.run_id)
             self._print_start()
-
-    def _find_save(self) -> Path | None:
-        """The save to go on from; None where the run begins."""
-        save = resolve_resume(self.cfg.resume, self.saves)
-        if save is None and latest_run_state(self.saves) is not None:
-            raise UserError(
-                f"output_dir: {self.output_dir} holds an earlier run; resume=auto goes on with it, another output_dir "
-                "starts beside it"
-            )
-        self.changes = [] if save is None else check_resumable(self.cfg, save)
-        return save
 
     def _build_components(self) -> None:
         """What needs no model: a mistake shows before a warm-up or a large checkpoint takes its time."""
@@ -171,8 +141,13 @@ class SparrowGRPO:
         trained = (self.device, getattr(torch, cfg.dtype), cfg.replicate)
         self.reference = load_trained(cfg.model, *trained).requires_grad_(False) if cfg.kl_coef > 0 else None
         self.optimizer = cfg.optimizer.build(self.model.named_parameters())
-        self.learning_rate = LearningRate(self.optimizer, cfg.lr_warmup_steps, cfg.final_lr)
-        self.parameters = list(self.model.parameters())  # those of the dense policy: the adapter comes after
+        parameters = list(self.model.parameters())  # those of the dense policy: the adapter comes after
+        self.update = PolicyUpdate(
+            cfg, self.model, self.optimizer, parameters, self.loss, self.aggregation, self.device
+        )
+        self.saves = Saves(
+            cfg, self.saves_dir, self.model, self.optimizer, parameters, self.tokenizer.path, self.distiller
+        )
         if self.distiller is not None:
             self.distiller.attach(self.model)
         prepare_layers(self.model, cfg.activation_checkpointing, cfg.offload_activations, cfg.compile)
@@ -205,19 +180,19 @@ class SparrowGRPO:
                 self._stop_on_alarm()
         except Interrupted:
             self._save()
-            raise Interrupted(f"stopped after step {self.step}; resume=auto goes on from {self.saves}") from None
+            raise Interrupted(f"stopped after step {self.step}; resume=auto goes on from {self.saves_dir}") from None
         self._save_and_report()
 
     def _save_and_report(self) -> None:
         self._save()
         if distributed.rank() == 0:
-            print_report(self.output_dir, self.saves, self.acceptance.tau)
+            print_report(self.output_dir, self.saves_dir, self.acceptance.tau)
 
     def _stop_on_alarm(self) -> None:
         if names := self.alarms.stopped_by:
             self._save_and_report()
             raise AlarmStop(
-                f"alarm {', '.join(names)} stopped the run after step {self.step}; it is saved in {self.saves}"
+                f"alarm {', '.join(names)} stopped the run after step {self.step}; it is saved in {self.saves_dir}"
             )
 
     def _check_alarms(self, metrics: dict[str, float]) -> dict[str, float]:
@@ -234,7 +209,6 @@ class SparrowGRPO:
         metrics = self._train_step()
         self.step += 1
         self.next_prompt += self.cfg.prompts_per_step
-        self.best_value = None
         metrics |= self._check_alarms(metrics)
         validation = self.cfg.validation
         try:
@@ -243,23 +217,8 @@ class SparrowGRPO:
         finally:  # The step is done, and will be saved: Ctrl-C in the validation must not take its row.
             metrics["time/step"] = time.perf_counter() - started
             self._log(metrics, self.step)
-        if self._is_best(metrics) or self.step % self.cfg.checkpoint_every == 0:
+        if self.saves.is_best(metrics, self.step) or self.step % self.cfg.checkpoint_every == 0:
             self._save()
-
-    def _is_best(self, metrics: dict[str, float]) -> bool:
-        """Whether the step is to be saved for its value of `best_metric`."""
-        if self.best is None:
-            return False
-        name = self.best.metric
-        if name not in metrics:
-            if not name.startswith("val/") and distributed.rank() == 0:
-                hint = did_you_mean(name, list(metrics))
-                print(f"warning: best_metric: step {self.step} has no {name}{hint}", file=sys.stderr, flush=True)
-            return False
-        self.best_value = metrics[name]
-        # One look at the disk for all ranks.
-        verdict = distributed.rank() == 0 and would_be_kept(self.saves, self.best, self.best_value)
-        return bool(distributed.gather_objects(verdict)[0])
 
     def _train_step(self) -> dict[str, float]:
         """One batch of rollouts, from the prompts to the new weights; returns its metrics."""
@@ -279,7 +238,7 @@ class SparrowGRPO:
             batch, self.engine.cache, self.model.config.num_layers, self.engine.stats
         )
         with _clock(seconds, "time/update"):
-            metrics |= self._update(batch, minibatches)
+            metrics |= self.update.run(batch, minibatches, self.step)
         learned = [micro for minibatch in minibatches for micro in minibatch.micro_batches]
         metrics |= self._utilisation(everything, learned, seconds["time/dense"] + seconds["time/update"])
         if self.distiller is not None and not self.alarms.fallback:
@@ -423,75 +382,6 @@ class SparrowGRPO:
         _, metrics = self.correction(*everywhere)
         return metrics | mismatch_panel(everywhere[1], everywhere[0], everywhere[2])
 
-    def _update(self, batch: RolloutBatch, minibatches: list[Minibatch]) -> dict[str, float]:
-        """One optimizer step on the dense weights for each minibatch that has something to learn from.
-
-        The others are left out even though their gradient is zero: momentum and weight decay would move the weights.
-        """
-        self.learning_rate.set(self.step, self.step, self.cfg.steps)
-        metrics = [self._optimizer_step(batch, minibatch) for minibatch in minibatches if minibatch.learning_tokens]
-        lr = float(self.optimizer.param_groups[0]["lr"])  # torchao keeps it as a tensor
-        return {"lr": lr, "update/noop": float(not metrics)} | combine_metrics(metrics)
-
-    def _optimizer_step(self, batch: RolloutBatch, minibatch: Minibatch) -> dict[str, float]:
-        """Leaves the weights alone where a value is not finite."""
-        sums = distributed.sum_values(self._accumulate(batch, minibatch))
-        norm = clip_gradients(self.parameters, self.cfg.max_grad_norm)
-        loss = sums.pop("loss")
-        finite = self._finite(loss=loss, grad_norm=norm, tokens=sums.pop("nonfinite"))
-        if finite:
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        shares = {name: value / minibatch.learning_tokens for name, value in sums.items()}
-        return {"loss": loss, "grad_norm": norm, "update/skipped": float(not finite)} | shares
-
-    def _accumulate(self, batch: RolloutBatch, minibatch: Minibatch) -> dict[str, float]:
-        """Gradients of one minibatch on this rank; returns its loss, and metrics as sums over its tokens."""
-        sums = {"loss": 0.0, "nonfinite": 0.0}
-        for micro in minibatch.micro_batches:
-            loss, metrics = self._micro_loss(batch, micro, minibatch.totals)
-            loss.backward()
-            for name, value in {**metrics, "loss": loss.detach()}.items():
-                sums[name] = sums.get(name, 0.0) + float(value)
-        return sums
-
-    def _micro_loss(
-        self, batch: RolloutBatch, micro: MicroBatch, totals: BatchTotals
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        cfg = self.cfg
-        assert batch.dense_logprobs_T is not None and batch.advantages_S is not None and batch.correction_T is not None
-        hidden_NE = response_hidden(self.model, micro, self._dense_attention(micro))
-        logprobs_N, _ = token_logprobs(
-            hidden_NE, self.model.logits, micro.targets_N, cfg.sampling.temperature, cfg.logprob_chunk
-        )
-        sequence_N = batch.sequence_T[micro.index_N]
-        reference_T = batch.reference_logprobs_T
-        reference_N = None if reference_T is None else reference_T[micro.index_N].to(self.device)
-        inputs = LossInputs(
-            logprobs_T=logprobs_N,
-            old_logprobs_T=batch.dense_logprobs_T[micro.index_N].to(self.device),
-            advantages_T=batch.advantages_S[sequence_N].to(self.device),
-            correction_T=batch.correction_T[micro.index_N].to(self.device),
-            sequence_T=micro.sequence_N,
-            lengths_S=micro.response_lengths,
-            ref_logprobs_T=reference_N,
-        )
-        output = self.loss(inputs)
-        loss_N = output.loss_T
-        if reference_N is not None:
-            # A token that the correction removed contributes nothing here either.
-            penalty_N = torch.where(inputs.correction_T != 0, kl_penalty(logprobs_N, reference_N), 0.0)
-            loss_N = loss_N + cfg.kl_coef * penalty_N
-        weights_N = self.aggregation.weights(micro.response_lengths, micro.sequence_N, totals)
-        loss = (weights_N * loss_N).sum()
-        ratio_N = (logprobs_N.detach() - inputs.old_logprobs_T).exp()
-        metrics = {
-            **output.metrics,
-            "policy/ratio_error": (ratio_N - 1).abs().sum(),
-            "nonfinite": (~logprobs_N.detach().isfinite()).sum(),
-        }
-        return loss, metrics
-
     def _distill(self, batch: RolloutBatch, micro_batches: list[MicroBatch]) -> dict[str, float]:
         assert self.distiller is not None and batch.dense_logprobs_T is not None
 
@@ -518,22 +408,6 @@ class SparrowGRPO:
             logprobs_T[micro.index_N] = logprobs_N.cpu()
         return logprobs_T
 
-    def _finite(self, loss: float, grad_norm: float, tokens: float) -> bool:
-        """Whether the step may be taken; otherwise it is counted, named, and after some in a row the run ends."""
-        if math.isfinite(loss) and math.isfinite(grad_norm) and tokens == 0:
-            self.nonfinite_in_a_row = 0
-            return True
-        self.nonfinite_in_a_row += 1
-        what = f"loss {loss}, gradient norm {grad_norm}, {int(tokens)} tokens with a non-finite log-prob"
-        if distributed.rank() == 0:
-            print(f"warning: step {self.step + 1} skipped: {what}", file=sys.stderr, flush=True)
-        if self.nonfinite_in_a_row >= self.cfg.max_nonfinite_steps:
-            raise UserError(
-                f"{self.nonfinite_in_a_row} steps in a row were not finite (max_nonfinite_steps "
-                f"{self.cfg.max_nonfinite_steps}), the last one: {what}"
-            )
-        return False
-
     # Validation
 
     def _validate(self, validation: Validation) -> dict[str, float]:
@@ -559,55 +433,29 @@ class SparrowGRPO:
             self.trackers.log_dict(metrics, step)
 
     def _save(self) -> None:
-        if self.step == self.last_save:
-            return
-        if distributed.rank() == 0:
-            keep = self.cfg.keep_last
-            save_run_state(self.saves, self.step, self._write_state, keep, self.best, self.best_value)
-        else:
-            self._write_shared(unfinished_save(self.saves, self.step))
-        distributed.barrier()
-        self.last_save = self.step
+        self.saves.save(self.step, self._state)
 
-    def _write_shared(self, folder: Path) -> dict[str, Tensor]:
-        """What all ranks write together; returns the weights to export, on rank 0."""
-        distributed.barrier()  # the folder is there
-        if is_sharded(self.model):
-            save_shards(folder / SHARDS, self.model, self.optimizer)
-        return full_state_dict(self.model, getattr(torch, self.cfg.dtype))
-
-    def _write_state(self, folder: Path) -> None:
-        # Of the save before: the folder that the run began with may have been a save that is pruned by now.
-        before = latest_run_state(self.saves)
-        companions = self.tokenizer.path if before is None else before / "model"
-        save_weights(self._write_shared(folder), self.model.config, folder / "model", companions)
-        if self.distiller is not None:
-            self.distiller.export(folder / "adapter")
-        write_settings(self.cfg, folder)
-        state = {
+    def _state(self) -> dict[str, Any]:
+        return {
             "step": self.step,
             "next_prompt": self.next_prompt,
             "version": self.engine.version,
-            "nonfinite_in_a_row": self.nonfinite_in_a_row,
+            "nonfinite_in_a_row": self.update.nonfinite_in_a_row,
             "alarms": self.alarms.state_dict(),
-            "optimizer": None if is_sharded(self.model) else self.optimizer.state_dict(),
             "trackers": self.trackers.state_dict(),
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state() if self.device.type == "cuda" else None,
             "distiller": None if self.distiller is None else self.distiller.state_dict(),
             "controller": None if self.controller is None else self.controller.state_dict(),
         }
-        torch.save(state, folder / "state.pt")
 
     def _load_state(self, save: Path) -> None:
-        state = torch.load(save / "state.pt", map_location="cpu", weights_only=True)
-        self.step = self.last_save = state["step"]
-        self.next_prompt = state["next_prompt"]
+        state = self.saves.load(save)
+        self.step, self.next_prompt = state["step"], state["next_prompt"]
         self.engine.version = state["version"]
-        self.nonfinite_in_a_row = state["nonfinite_in_a_row"]
+        self.update.nonfinite_in_a_row = state["nonfinite_in_a_row"]
         self.alarms.load_state_dict(state["alarms"])
-        self._load_optimizer(save, state["optimizer"])
-        if save.resolve().parent == self.saves.resolve():  # The save of another run begins a run of its own.
+        if self.saves.is_own(save):
             self.run_id = state["trackers"]["run_id"]
         torch.set_rng_state(state["rng"])
         if self.device.type == "cuda" and state["cuda_rng"] is not None:
@@ -618,16 +466,6 @@ class SparrowGRPO:
             self.distiller.load_state_dict(state["distiller"])
         if self.controller is not None and state["controller"] is not None:  # None: begun with another budget
             self.controller.load_state_dict(state["controller"])
-
-    def _load_optimizer(self, save: Path, whole: dict[str, Any] | None) -> None:
-        """Whatever number of processes saved it; with shards come the fp32 weights, which an export in bf16 rounds."""
-        with own_settings(self.optimizer):
-            if whole is None:
-                load_shards(save / SHARDS, self.model, self.optimizer, self.parameters)
-            elif is_sharded(self.model):
-                load_whole(whole, self.optimizer, self.parameters)
-            else:
-                self.optimizer.load_state_dict(whole)
 
     def cleanup(self) -> None:
         self.trackers.close()

@@ -1,7 +1,12 @@
-"""What all tests share: one thread (the machines have few cores), no deadlines, skips with their reasons."""
+"""What all tests share: one thread (the machines have few cores), no deadlines, and which tests this machine can run.
+
+A test says what it needs by a marker, and here is the one place that looks: `gpu` is skipped with its reason, `real` is
+left out of the collection, because a checkpoint is the user's to give, not the machine's to have.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -16,6 +21,7 @@ hypothesis.settings.register_profile("sparrow", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("sparrow")
 torch.set_num_threads(1)
 
+REAL_CHECKPOINT = "SPARROW_REAL_CHECKPOINT"
 TOY_PART = """\
 from dataclasses import dataclass
 
@@ -33,12 +39,24 @@ part: {_component_: toy_part.Part, width: 2}
 """
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        marker = item.get_closest_marker("gpu")
+        wanted = 0 if marker is None else next(iter(marker.args), 1)
+        if torch.cuda.device_count() < wanted:
+            item.add_marker(pytest.mark.skip(reason=f"needs {wanted} CUDA device{'s' * (wanted > 1)}"))
+    if REAL_CHECKPOINT not in os.environ:
+        real = [item for item in items if item.get_closest_marker("real")]
+        config.hook.pytest_deselected(items=real)
+        items[:] = [item for item in items if item not in real]
+
+
+@pytest.fixture(scope="session")
+def real_checkpoint() -> Path:
+    """Of the tests marked real."""
+    folder = Path(os.environ[REAL_CHECKPOINT])
+    assert (folder / "config.json").is_file(), f"{REAL_CHECKPOINT} is no Hugging Face folder: {folder}"
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,6 @@ what was measured.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from rollout_queue import EngineSizes, QueueRun, RequestQueue, make_queue
 from rollout_shapes import BACKENDS, MODELS, SELECTORS, RandomModel, kv_cache, random_model, tune
 from rollout_step import FixedBatch, measure, show_step
 from roof import read_bandwidth
+from tool_results import benchmark, machine
 
 from sparrow.errors import UserError
 
@@ -41,17 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parse(sys.argv[1:] if argv is None else argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     args.backend = args.backend or ["triton" if device.type == "cuda" else "gather"]
-    try:
-        if args.out:
-            make_room(args.out)
-        results = args.run(args, device)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if args.out:
-        write_json(args.out, {"command": " ".join(sys.argv), "machine": _machine(device), "torch": torch.__version__,
-                              "date": time.strftime("%Y-%m-%d"), "results": results})  # fmt: skip
-    return 0
+    return benchmark(lambda: {"results": args.run(args, device)}, args.out, device)
 
 
 def _step(args: argparse.Namespace, device: torch.device) -> Results:
@@ -143,7 +133,7 @@ def _sizes(args: argparse.Namespace, stride: int) -> EngineSizes:
 
 def _roof(device: torch.device) -> float:
     roof = read_bandwidth(device)
-    print(f"{_machine(device)}, torch {torch.__version__}, reads at {roof:.0f} GB/s", flush=True)
+    print(f"{machine(device)}, torch {torch.__version__}, reads at {roof:.0f} GB/s", flush=True)
     return roof
 
 
@@ -153,10 +143,6 @@ def _tuned(name: str, max_rows: int, device: torch.device) -> RandomModel:
     tune(model, max_rows)
     print(f"{name}: weights and tuning in {time.perf_counter() - started:.1f} s", flush=True)
     return model
-
-
-def _machine(device: torch.device) -> str:
-    return torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
 
 
 def _print_kernels(fixed: FixedBatch) -> None:
@@ -204,23 +190,6 @@ def _add_options(parser: argparse.ArgumentParser, mode: str, run: Callable[..., 
     if mode == "makespan":
         parser.add_argument("--requests", type=int, default=240)
         parser.add_argument("--stride", type=int, default=1, help="decode steps that one stands for; 1 takes each")
-
-
-def make_room(path: Path) -> None:
-    """The folder of a result, before what goes into it takes its time."""
-    if path.is_dir():
-        raise UserError(f"--out {path}: is a folder; give a file")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {path}: {path.parent} cannot be made: {error.strerror}") from None
-
-
-def write_json(path: Path, content: object) -> None:
-    """Written beside, then renamed."""
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_text(json.dumps(content, indent=1))
-    temporary.replace(path)
 
 
 if __name__ == "__main__":

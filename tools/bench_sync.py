@@ -23,13 +23,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from bench_rollout import make_room, write_json
 from rollout_shapes import MODELS, model_config
+from tool_results import benchmark
 
 from sparrow.components.kv_cache import DenseKVCache
 from sparrow.engine.engine import Engine, EngineConfig
 from sparrow.engine.sampler import SamplingParams
-from sparrow.errors import UserError
 from sparrow.memory_sizes import parameter_counts
 from sparrow.models.decoder import Decoder
 from sparrow.models.decoder_config import DecoderConfig
@@ -62,22 +61,15 @@ def main(argv: list[str] | None = None) -> int:
     """See the module."""
     args = _parse(sys.argv[1:] if argv is None else argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    machine = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    return benchmark(lambda: _measured(args, device), args.out, device)
+
+
+def _measured(args: argparse.Namespace, device: torch.device) -> dict[str, object]:
     results = []
-    try:
-        if args.out:
-            make_room(args.out)
-        for name in args.model:
-            results.append(measure(name, device, args))
-            print(show(results[-1]), flush=True)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if args.out:
-        write_json(args.out, {"command": " ".join(sys.argv), "machine": machine, "torch": torch.__version__,
-                              "date": time.strftime("%Y-%m-%d"), "target_s": TARGET_S,
-                              "results": [asdict(result) for result in results]})  # fmt: skip
-    return 0
+    for name in args.model:
+        results.append(measure(name, device, args))
+        print(show(results[-1]), flush=True)
+    return {"target_s": TARGET_S, "results": [asdict(result) for result in results]}
 
 
 def measure(name: str, device: torch.device, args: argparse.Namespace) -> SyncResult:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench_rollout import make_room, write_json
 from rollout_shapes import MODELS
+from tool_results import benchmark
 from training_logprob import measure_logprob, show_logprob
 from training_step import OPTIMIZERS, StepOptions, measure_step, show_step
 
@@ -29,18 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     """See the module."""
     args = _parse(sys.argv[1:] if argv is None else argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        if args.out:
-            make_room(args.out)
-        result = args.run(args, device)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if args.out:
-        machine = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-        write_json(args.out, {"command": " ".join(sys.argv), "machine": machine, "torch": torch.__version__,
-                              "date": time.strftime("%Y-%m-%d"), "result": result})  # fmt: skip
-    return 0
+    return benchmark(lambda: {"result": args.run(args, device)}, args.out, device)
 
 
 def _logprob(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:

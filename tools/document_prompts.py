@@ -24,6 +24,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 from rollout_progress import progress
+from tool_results import exit_code
 
 from sparrow.errors import UserError
 from sparrow.models.tokenizer import Tokenizer
@@ -137,12 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     # FILE may stand after the options, or before.
     args = parser.parse_intermixed_args(argv)
-    try:
-        _run(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(lambda: _run(args))
 
 
 def _run(args: argparse.Namespace) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from rollout_shapes import QWEN3, model_config
+from tool_results import exit_code
 
 from sparrow.config import load_config, load_tree
 from sparrow.errors import UserError
@@ -32,17 +33,16 @@ LEFT_TO_THE_USER = "???"
 def main(argv: list[str] | None = None) -> int:
     """See the module."""
     args = _parse(sys.argv[1:] if argv is None else argv)
-    try:
-        memory = _memory(args.memory)
-        plans = [_plan(name, args.overrides, gpus) for name, gpus in _cases(args)]
-        lines = plan_table(plans[0], memory) if len(plans) == 1 else _totals(args.config, plans, memory)
-        print("\n".join(lines), flush=True)
-        for plan in plans:
-            check_fits(plan, memory)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> None:
+    memory = _memory(args.memory)
+    plans = [_plan(name, args.overrides, gpus) for name, gpus in _cases(args)]
+    lines = plan_table(plans[0], memory) if len(plans) == 1 else _totals(args.config, plans, memory)
+    print("\n".join(lines), flush=True)
+    for plan in plans:
+        check_fits(plan, memory)
 
 
 def _plan(name: str, overrides: list[str], gpus: int) -> MemoryPlan:

@@ -25,6 +25,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 from pareto import Curve, budget_for, choose_bins, curves, geometric_mean, ratios, read_labelled
 from plot_rollout import COLOURS
+from tool_results import exit_code
 
 from sparrow.components.acceptance import DEFAULT_TAU
 from sparrow.errors import UserError
@@ -109,12 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--png", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True, help="JSON")
     args = parser.parse_args(argv)
-    try:
-        _run(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(lambda: _run(args))
 
 
 def _run(args: argparse.Namespace) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from tool_results import exit_code
 
 from sparrow.errors import UserError
 
@@ -94,12 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("json", nargs="+", type=Path)
     parser.add_argument("--png", type=Path, required=True)
     args = parser.parse_args(argv)
-    try:
-        draw_steps(read_steps(args.json), args.png)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(lambda: draw_steps(read_steps(args.json), args.png))
 
 
 if __name__ == "__main__":

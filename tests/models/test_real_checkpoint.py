@@ -1,8 +1,7 @@
-"""Parity with transformers on a real checkpoint: SPARROW_REAL_CHECKPOINT=<folder> pytest -m slow -s."""
+"""Parity with transformers on a real checkpoint: SPARROW_REAL_CHECKPOINT=<folder> pytest -m real -s."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -31,15 +30,7 @@ def binary_search(items: list[int], wanted: int) -> int | None:
 The invariant: everything left of `low` is smaller than `wanted`, nothing from `high` on is.
 """
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def folder() -> Path:
-    value = os.environ.get("SPARROW_REAL_CHECKPOINT")
-    if not value or not (Path(value) / "config.json").is_file():
-        pytest.skip("SPARROW_REAL_CHECKPOINT does not name a Hugging Face folder")
-    return Path(value)
+pytestmark = pytest.mark.real
 
 
 @torch.inference_mode()
@@ -53,18 +44,19 @@ def both_logits(folder: Path, dtype: torch.dtype, attention_class) -> tuple[Tens
     return ours, theirs.float()
 
 
-def test_fp32_logits_equal_those_of_transformers(folder, packed_attention):
-    ours, theirs = both_logits(folder, torch.float32, packed_attention)
+def test_fp32_logits_equal_those_of_transformers(real_checkpoint, packed_attention):
+    ours, theirs = both_logits(real_checkpoint, torch.float32, packed_attention)
     difference = (ours - theirs).abs().max().item()
-    print(f"\n{folder.name}: {len(ours)} tokens, fp32 max |logit difference| {difference:.2e}")
-    print(f"largest |logit| {theirs.abs().max():.1f}, mean surprise of the text {mean_surprise(folder, ours):.2f} nats")
+    print(f"\n{real_checkpoint.name}: {len(ours)} tokens, fp32 max |logit difference| {difference:.2e}")
+    surprise = mean_surprise(real_checkpoint, ours)
+    print(f"largest |logit| {theirs.abs().max():.1f}, mean surprise of the text {surprise:.2f} nats")
     assert difference <= 1e-3
 
 
-def test_bf16_most_probable_tokens_agree(folder, packed_attention):
-    ours, theirs = both_logits(folder, torch.bfloat16, packed_attention)
+def test_bf16_most_probable_tokens_agree(real_checkpoint, packed_attention):
+    ours, theirs = both_logits(real_checkpoint, torch.bfloat16, packed_attention)
     agreement = (ours.argmax(-1) == theirs.argmax(-1)).float().mean().item()
-    print(f"\n{folder.name}: bf16 argmax agreement {agreement:.4f}, max {(ours - theirs).abs().max():.3f}")
+    print(f"\n{real_checkpoint.name}: bf16 argmax agreement {agreement:.4f}, max {(ours - theirs).abs().max():.3f}")
     assert agreement >= 0.97
 
 

@@ -6,21 +6,16 @@ SPARROW_REAL_CHECKPOINT=/path/to/Qwen2.5-0.5B-Instruct pytest -s tests/recipes/t
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 
 import pytest
 
 from sparrow.recipes import sparrow_grpo
 
-CHECKPOINT = Path(os.environ.get("SPARROW_REAL_CHECKPOINT", "/nowhere"))
 
-
-@pytest.mark.slow
-@pytest.mark.skipif(not CHECKPOINT.is_dir(), reason="SPARROW_REAL_CHECKPOINT names no Hugging Face folder")
-def test_one_step_with_sparse_rollouts(tmp_path):
+@pytest.mark.real
+def test_one_step_with_sparse_rollouts(real_checkpoint, tmp_path):
     small = ["steps=1", "prompts_per_step=2", "num_samples=4", "engine.max_rows=8", "engine.kv_tokens=8192"]
-    arguments = ["--config", "qwen2.5_0.5b", f"model={CHECKPOINT}", f"output_dir={tmp_path}", *small]
+    arguments = ["--config", "qwen2.5_0.5b", f"model={real_checkpoint}", f"output_dir={tmp_path}", *small]
     assert sparrow_grpo.main([*arguments, "engine.max_new_tokens=256", "~validation", "~trackers.2"]) == 0
     row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     print(json.dumps(row, indent=1))

@@ -248,10 +248,10 @@ def test_killed_in_the_middle_of_a_step_the_last_save_counts(arguments, tmp_path
     command = [sys.executable, "-m", "sparrow", "run", "sparrow_grpo"]
     process = subprocess.Popen([*command, *arguments("steps=1000", "checkpoint_every=1")], stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("run/checkpoints/step_*/COMPLETE")) and time.monotonic() < deadline:
+    while not list(tmp_path.glob("run/checkpoints/step_??????/COMPLETE")) and time.monotonic() < deadline:
         time.sleep(0.05)
     process.kill()
     process.wait()
-    saved = max(int(path.parent.name[5:]) for path in tmp_path.glob("run/checkpoints/step_*/COMPLETE"))
+    saved = max(int(path.parent.name[5:]) for path in tmp_path.glob("run/checkpoints/step_??????/COMPLETE"))
     assert sparrow_grpo.main(arguments(f"steps={saved + 1}", "resume=auto")) == 0
     assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(saved + 2))

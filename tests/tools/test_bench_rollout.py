@@ -13,6 +13,7 @@ import bench_rollout
 import plot_rollout
 import pytest
 import torch
+from tool_results import write_json
 
 QUEUE = "--model tiny --samples 2 --prompt 20 --lengths uniform --median 10 --shortest 5 --longest 30 --max-rows 4"
 
@@ -85,8 +86,8 @@ def test_the_plot_is_drawn_from_step_results(tmp_path: Path, capsys):
         for n in (32768, 8192)
     ]
     steps, other, png = tmp_path / "steps.json", tmp_path / "other.json", tmp_path / "img" / "ms.png"
-    bench_rollout.write_json(steps, {"results": rows})
-    bench_rollout.write_json(other, {"results": [{"makespan_s": 1.0}]})
+    write_json(steps, {"results": rows})
+    write_json(other, {"results": [{"makespan_s": 1.0}]})
     assert plot_rollout.main([str(steps), "--png", str(png)]) == 0
     assert png.read_bytes().startswith(b"\x89PNG") and list(png.parent.iterdir()) == [png]
     assert plot_rollout.main([str(other), "--png", str(png)]) == 2
@@ -102,7 +103,7 @@ def test_the_plot_is_drawn_from_step_results(tmp_path: Path, capsys):
 def test_a_panel_has_lines_enough_or_says_so(tmp_path: Path, capsys, caches: int, code: int):
     row = {"model": "4b", "batch": 20, "backend": "triton", "context": 8192, "ms": 2.0, "roof_ms": 1.0}
     names = ["dense", *(str(16 * (number + 1)) for number in range(caches))]
-    bench_rollout.write_json(tmp_path / "steps.json", {"results": [row | {"cache": name} for name in names]})
+    write_json(tmp_path / "steps.json", {"results": [row | {"cache": name} for name in names]})
     assert plot_rollout.main([str(tmp_path / "steps.json"), "--png", str(tmp_path / "ms.png")]) == code
     assert ("4b, batch 20: 19 caches are more than the 18 lines" in capsys.readouterr().err) == (code == 2)
     assert (tmp_path / "ms.png").exists() == (code == 0)

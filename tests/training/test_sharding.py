@@ -36,11 +36,9 @@ def config(tied: bool) -> DecoderConfig:
     )
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu(2))])
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict, dict]:
     """Of one process, and of the first and second of two."""
-    if request.param == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
     folder = tmp_path_factory.mktemp("ranks")
     for name in ("tied", "untied"):
         model = Decoder(config(name == "tied"))
