@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import NoReturn
 
 import torch.distributed as dist
 
 from sparrow.errors import RESUME_ADVICE, UserError
 
 FAILED = f"sparrow/failed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+HEARD = f"{FAILED}/heard"
 SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_TO_BE_HEARD = 5.0
 STORE_TIMEOUT = timedelta(seconds=30)
 
 
@@ -41,8 +45,7 @@ def watched(report: Callable[[str], None]) -> Iterator[None]:
             except dist.DistError:  # The store went with the process that held it: the next collective says so.
                 return
             if cause is not None and not ended.is_set():
-                report(said(cause))
-                os._exit(1)
+                _leave(store, *cause.split(" ", 1), report)
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
@@ -55,10 +58,31 @@ def watched(report: Callable[[str], None]) -> Iterator[None]:
             # The first to fail is the cause; what others meet after it is not to hide it.
             what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             with suppress(dist.DistError):
-                store.compare_set(FAILED, "", f"rank {dist.get_rank()} failed: {what}")
+                _tell(store, f"rank {dist.get_rank()} failed: {what}")
         raise
     ended.set()
     watcher.join()
+
+
+def _tell(store: dist.Store, cause: str) -> None:
+    """Says it, and lets the other nodes leave first: with this process goes its agent, with the agent maybe the store."""
+    store.compare_set(FAILED, "", f"{os.environ['GROUP_RANK']} {cause}")
+    elsewhere = dist.get_world_size() - int(os.environ["LOCAL_WORLD_SIZE"])
+    until = time.monotonic() + SECONDS_TO_BE_HEARD
+    while store.add(HEARD, 0) < elsewhere and time.monotonic() < until:
+        time.sleep(0.05)
+    if elsewhere:
+        time.sleep(SECONDS_BETWEEN_LOOKS)  # until their agents have told why
+
+
+def _leave(store: dist.Store, node: str, cause: str, report: Callable[[str], None]) -> NoReturn:
+    """Ends this process; on the node where it happened, the rank that failed comes first and says it better."""
+    if node == os.environ["GROUP_RANK"]:
+        time.sleep(SECONDS_TO_BE_HEARD)
+    else:
+        store.add(HEARD, 1)
+    report(said(cause))
+    os._exit(1)
 
 
 def said(cause: str) -> str:
@@ -78,7 +102,7 @@ def lost_peer_message(error: BaseException) -> str:
     try:
         store = _store()
         if store.check([FAILED]):
-            return said(store.get(FAILED).decode())
+            return said(store.get(FAILED).decode().partition(" ")[2])
     except dist.DistError:  # The store went with the process that held it.
         pass
     return f"lost the connection to another process, which was killed or lost its node; {RESUME_ADVICE} ({error})"
