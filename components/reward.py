@@ -1,7 +1,8 @@
 """Rewards: calling the reward functions of a run, checking what they return, and adding it up.
 
 A reward function is any callable `f(completions, **columns) -> list[float | None]`: S decoded responses and, by name,
-the S values of each column of the data set. None means "does not apply to this row" (TRL's convention).
+the S values of each column of the data set and of the columns of the rollout (`reward_columns`). None means "does not
+apply to this row" (TRL's convention). A component may do more: CountsOutcomes, ChecksGold, GivesAnswers, Closes.
 Axes: S sequences.
 """
 
@@ -10,15 +11,53 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from sparrow.errors import UserError
 from sparrow.instantiate import locate
+from sparrow.rollout import RolloutBatch
 
 RewardCallable = Callable[..., Sequence[float | None]]
+NamedReward = tuple[str, float, RewardCallable]  # name, weight, function
+
+
+@runtime_checkable
+class CountsOutcomes(Protocol):
+    """A reward that says how its verdicts came about.
+
+    Attributes:
+        counts: of the last call, completions by outcome (`correct`, `no_answer`, `timeout`, ...); always the same keys.
+    """
+
+    counts: dict[str, int]
+
+
+@runtime_checkable
+class ChecksGold(Protocol):
+    """A reward that can tell, before training, which examples it will never be able to score."""
+
+    def problems(self, columns: dict[str, list[Any]]) -> list[str | None]:
+        """Per example why its gold answer cannot be used, else None."""
+        ...
+
+
+@runtime_checkable
+class GivesAnswers(Protocol):
+    """A reward that finds an answer in a response, which a majority vote needs."""
+
+    def answers(self, completions: list[str], **columns: Any) -> list[str | None]:
+        """Per response its answer, in a form that is equal for equal answers; None where there is none."""
+        ...
+
+
+@runtime_checkable
+class Closes(Protocol):
+    """A reward with processes of its own to end."""
+
+    def close(self) -> None: ...
 
 
 class DottedReward:
@@ -29,12 +68,10 @@ class DottedReward:
         weight: factor in the sum of rewards.
 
     Raises:
-        UserError: no such module or function; a weight that is not finite.
+        UserError: no such module or function.
     """
 
     def __init__(self, function: str, weight: float = 1.0) -> None:
-        if not math.isfinite(weight):
-            raise UserError(f"reward {function}: weight must be finite, got {weight}")
         self.name = function.rpartition(".")[2]
         self.weight = weight
         self._function: RewardCallable = locate(function)
@@ -43,15 +80,30 @@ class DottedReward:
         return self._function(completions, **columns)
 
 
+def named_rewards(components: Sequence[Any]) -> list[NamedReward]:
+    """The reward components of a config.
+
+    Raises:
+        UserError: two have the same name, or a weight is not finite.
+    """
+    names = [component.name for component in components]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise UserError(f"two reward functions are called {sorted(twice)[0]!r}; names must differ")
+    for component in components:
+        if not math.isfinite(component.weight):
+            raise UserError(f"reward {component.name}: weight must be finite, got {component.weight}")
+    return [(component.name, component.weight, component) for component in components]
+
+
 def combine_rewards(
-    functions: Sequence[tuple[str, float, RewardCallable]],
+    functions: Sequence[NamedReward],
     completions: list[str],
     columns: Mapping[str, list[Any]],
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Weighted sum of the reward functions over S completions.
 
     Args:
-        functions: (name, weight, function) of each; names differ.
+        functions: as `named_rewards` gives them.
         completions: S decoded responses.
         columns: per column of the data set its S values.
 
@@ -63,9 +115,7 @@ def combine_rewards(
         UserError: naming function, index and value: wrong type or length, not a number, not finite (trl#6533: a short
             list that broadcasts trains on the wrong rewards).
     """
-    names = [name for name, _, _ in functions]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise UserError(f"two reward functions are called {sorted(twice)[0]!r}; names must differ")
+    assert len({name for name, _, _ in functions}) == len(functions), "two reward functions have one name"
     assert all(len(values) == len(completions) for values in columns.values()), "a column is not S long"
     parts: dict[str, Tensor] = {}
     total_S = torch.zeros(len(completions))
@@ -76,6 +126,28 @@ def combine_rewards(
         applies_S |= ~part_S.isnan()
         parts[name] = part_S
     return torch.where(applies_S, total_S, math.nan), parts
+
+
+def reward_columns(batch: RolloutBatch) -> dict[str, list[Any]]:
+    """What the reward functions get beside the S responses, by name S values each.
+
+    The data's columns, `prompts` (text or messages) among them; of each response `completion_lengths` (tokens) and
+    `truncated` (cut by the limit of tokens).
+    """
+    return columns_per_sequence(batch.columns, batch.groups_S) | {
+        "completion_lengths": batch.lengths_S.tolist(),
+        "truncated": (~batch.terminated_S).tolist(),
+    }
+
+
+def outcome_counts(functions: Sequence[NamedReward]) -> dict[str, float]:
+    """`rewards/<function>/<outcome>` of the last call, for the functions that count them."""
+    return {
+        f"rewards/{name}/{outcome}": float(count)
+        for name, _, function in functions
+        if isinstance(function, CountsOutcomes)
+        for outcome, count in function.counts.items()
+    }
 
 
 def columns_per_sequence(columns: Sequence[Mapping[str, Any]], groups_S: Tensor) -> dict[str, list[Any]]:

@@ -61,6 +61,7 @@ class GRPOConfig:
 
     acceptance: Component
     advantage: Component
+    mask_truncated: bool = False  # responses cut by the limit of tokens teach nothing (DAPO's overlong filtering)
     correction: Component
     loss: Component
     aggregation: Component

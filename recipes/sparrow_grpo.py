@@ -27,7 +27,14 @@ from sparrow.components.acceptance import TailTokens, alpha_top_k, top_k_floor
 from sparrow.components.data import Example, PromptData
 from sparrow.components.distiller import Distiller
 from sparrow.components.kv_cache import DenseKVCache, check_runs
-from sparrow.components.reward import columns_per_sequence, combine_rewards
+from sparrow.components.reward import (
+    Closes,
+    NamedReward,
+    combine_rewards,
+    named_rewards,
+    outcome_counts,
+    reward_columns,
+)
 from sparrow.config import to_yaml
 from sparrow.engine.engine import Engine
 from sparrow.engine.sampler import SamplingParams
@@ -71,6 +78,7 @@ class SparrowGRPO:
         self.saves_dir = self.output_dir / "checkpoints"
         self.trackers = SafeTrackers([tracker.build() for tracker in cfg.trackers] if distributed.rank() == 0 else [])
         self.alarms = AlarmMonitor(cfg.alarms)
+        self.rewards: list[NamedReward] = []
         self.run_id: str | None = None  # of the trackers, where the run is resumed
         self.step = 0
         self.next_prompt = 0
@@ -106,7 +114,7 @@ class SparrowGRPO:
         self.data: PromptData = cfg.data.build()
         if cfg.validation is not None:
             self.validation_data: PromptData = cfg.validation.data.build()
-        self.rewards = [(r.name, r.weight, r) for r in (reward.build() for reward in cfg.reward)]
+        self.rewards = named_rewards([reward.build() for reward in cfg.reward])
         self.cache = cfg.kv_cache.build()
         self.acceptance = cfg.acceptance.build()
         self.advantage, self.correction = cfg.advantage.build(), cfg.correction.build()
@@ -310,19 +318,22 @@ class SparrowGRPO:
             queue=distributed.SharedQueue(len(order)),
         )
         engine.sleep()  # The pool must not stand beside the activations of training, nor beside another engine's.
-        batch.columns = [examples[number].columns for number in batch.numbers_S[::num_samples].tolist()]
+        answered = [examples[number] for number in batch.numbers_S[::num_samples].tolist()]
+        batch.columns = [example.columns | {"prompts": example.prompt} for example in answered]
         return batch
 
     def _score(self, batch: RolloutBatch) -> dict[str, float]:
         """Rewards and group advantages; returns metrics over all ranks."""
-        columns = columns_per_sequence(batch.columns, batch.groups_S)
-        batch.rewards_S, parts = combine_rewards(self.rewards, batch.texts, columns)
+        batch.rewards_S, parts = combine_rewards(self.rewards, batch.texts, reward_columns(batch))
         advantages = self.advantage(batch.rewards_S, batch.groups_S)
         batch.advantages_S, batch.keep_S = advantages.advantages_S, advantages.keep_S
+        if self.cfg.mask_truncated:
+            batch.advantages_S = torch.where(batch.terminated_S, batch.advantages_S, 0.0)
+            batch.keep_S = batch.keep_S & batch.terminated_S
         # The figures are those of the whole step; each rank's groups get numbers of their own for that.
         groups_S = batch.groups_S + distributed.rank() * self.cfg.prompts_per_step
         everywhere = self.advantage(distributed.gather(batch.rewards_S), distributed.gather(groups_S))
-        metrics = dict(everywhere.metrics)
+        metrics = everywhere.metrics | distributed.sum_values(outcome_counts(self.rewards))
         for name, part_S in parts.items():
             metrics[f"rewards/{name}/mean"] = float(distributed.gather(part_S).nanmean())
         return metrics
@@ -415,8 +426,8 @@ class SparrowGRPO:
         sampling = replace(self.cfg.sampling, temperature=validation.temperature)
         numbers = range(validation.prompts)
         batch = self._generate(self.validation_engine, self.validation_data, numbers, validation.num_samples, sampling)
-        columns = columns_per_sequence(batch.columns, batch.groups_S)
-        rewards_S, _ = combine_rewards(self.rewards, decode_responses(batch, self.tokenizer), columns)
+        texts = decode_responses(batch, self.tokenizer)
+        rewards_S, _ = combine_rewards(self.rewards, texts, reward_columns(batch))
         rewards_S, lengths_S = distributed.gather(rewards_S), distributed.gather(batch.lengths_S)
         name = f"val/mean@{validation.num_samples}"
         return {name: float(rewards_S.nanmean()), "val/mean_length": float(lengths_S.float().mean())}
@@ -468,6 +479,9 @@ class SparrowGRPO:
             self.controller.load_state_dict(state["controller"])
 
     def cleanup(self) -> None:
+        for _, _, reward in self.rewards:
+            if isinstance(reward, Closes):
+                reward.close()
         self.trackers.close()
 
 

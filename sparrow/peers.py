@@ -65,7 +65,7 @@ def watched(report: Callable[[str], None]) -> Iterator[None]:
 
 
 def _tell(store: dist.Store, cause: str) -> None:
-    """Says it, and lets the other nodes leave first: with this process goes its agent, with the agent maybe the store."""
+    """Says it, and lets the other nodes leave first: with this process its agent goes, and maybe the store with it."""
     store.compare_set(FAILED, "", f"{os.environ['GROUP_RANK']} {cause}")
     elsewhere = dist.get_world_size() - int(os.environ["LOCAL_WORLD_SIZE"])
     until = time.monotonic() + SECONDS_TO_BE_HEARD

@@ -8,8 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from sparrow.components.reward import DottedReward, RewardCallable, columns_per_sequence, combine_rewards
+from sparrow.components.reward import (
+    DottedReward,
+    RewardCallable,
+    columns_per_sequence,
+    combine_rewards,
+    named_rewards,
+    outcome_counts,
+    reward_columns,
+)
 from sparrow.errors import UserError
+from sparrow.rollout import RolloutBatch
 
 NAN = math.nan
 
@@ -67,8 +76,8 @@ def test_wrong_returns_name_function_and_index(values: Any, message: str) -> Non
 
 
 def test_two_functions_of_one_name_are_refused() -> None:
-    with pytest.raises(UserError, match="two reward functions are called 'a'"):
-        combine_rewards([("a", 1.0, returns([])), ("a", 1.0, returns([]))], [], {})
+    with pytest.raises(UserError, match="two reward functions are called 'sin'"):
+        named_rewards([DottedReward("math.sin"), DottedReward("math.cos"), DottedReward("cmath.sin")])
 
 
 def test_an_error_in_the_function_keeps_its_traceback_and_says_whose_it_is() -> None:
@@ -90,4 +99,42 @@ def test_a_path_that_leads_nowhere_is_named() -> None:
 
 def test_weight_must_be_finite() -> None:
     with pytest.raises(UserError, match="weight must be finite, got nan"):
-        DottedReward("math.sqrt", weight=NAN)
+        named_rewards([DottedReward("math.sqrt", weight=NAN)])
+
+
+class Judge:
+    """A reward that counts."""
+
+    name, weight = "judge", 2.0
+
+    def __init__(self) -> None:
+        self.counts = {"correct": 0, "timeout": 0}
+
+    def __call__(self, completions: list[str], **_: Any) -> list[float | None]:
+        self.counts = {"correct": completions.count("yes"), "timeout": completions.count("")}
+        return [float(text == "yes") for text in completions]
+
+
+def test_outcomes_are_those_of_the_last_call_and_only_of_who_counts() -> None:
+    functions = named_rewards([Judge(), DottedReward("sparrow.components.arithmetic.boxed_integer_reward")])
+    for completions, counted in ((["yes", "", "yes"], {"correct": 2.0, "timeout": 1.0}), (["no"], {"correct": 0.0})):
+        combine_rewards(functions, completions, {"answer": [1] * len(completions)})
+        outcomes = outcome_counts(functions)
+        assert set(outcomes) == {"rewards/judge/correct", "rewards/judge/timeout"}
+        assert all(outcomes[f"rewards/judge/{name}"] == value for name, value in counted.items())
+
+
+def test_reward_functions_get_what_the_rollout_says_of_each_response() -> None:
+    none, zeros = torch.zeros(6), torch.zeros(3, dtype=torch.int64)
+    batch = RolloutBatch(
+        prompts=[[1], [1], [2]], groups_S=torch.tensor([0, 0, 1]), samples_S=torch.tensor([0, 1, 0]),
+        lengths_S=torch.tensor([3, 1, 2]), tokens_T=none.long(), logprobs_T=none, top_ids_TK=none[:, None].long(),
+        top_logprobs_TK=none[:, None], pages_T=none.long(), terminated_S=torch.tensor([True, False, True]),
+        versions_S=zeros, numbers_S=zeros, columns=[{"answer": "a", "prompts": "p"}, {"answer": "b", "prompts": "q"}],
+    )  # fmt: skip
+    assert reward_columns(batch) == {
+        "answer": ["a", "a", "b"],
+        "prompts": ["p", "p", "q"],
+        "completion_lengths": [3, 1, 2],
+        "truncated": [False, True, False],
+    }

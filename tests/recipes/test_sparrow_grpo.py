@@ -66,6 +66,46 @@ def test_what_a_step_logs(grpo):
     assert 0 < row["acceptance/p5"] < 1
 
 
+COUNTING_REWARD = '''
+from pathlib import Path
+
+class Counting:
+    """Which response was cut is all that it looks at, and it leaves a file when it is closed."""
+
+    name = "counting"
+
+    def __init__(self, closed, weight=1.0):
+        self.closed, self.weight, self.counts = Path(closed), weight, {"cut": 0, "whole": 0}
+
+    def __call__(self, completions, truncated, prompts, completion_lengths, **columns):
+        assert all(isinstance(prompt, str) for prompt in prompts) and min(completion_lengths) > 0
+        self.counts = {"cut": sum(truncated), "whole": len(truncated) - sum(truncated)}
+        return [float(cut) for cut in truncated]
+
+    def close(self):
+        self.closed.write_text("closed")
+'''
+
+
+def test_a_reward_counts_its_outcomes_and_is_closed(grpo, tmp_path, monkeypatch):
+    (tmp_path / "counting_reward.py").write_text(COUNTING_REWARD)
+    monkeypatch.syspath_prepend(tmp_path)
+    reward = f"reward=[{{_component_: counting_reward.Counting, closed: {tmp_path / 'closed'}}}]"
+    row = grpo(reward, "steps=1")[1]
+    assert row["rewards/counting/cut"] + row["rewards/counting/whole"] == 16
+    assert row["rewards/counting/cut"] / 16 == row["completions/clipped_ratio"] == row["reward"]
+    assert (tmp_path / "closed").read_text() == "closed"
+
+
+def test_truncated_responses_teach_nothing_if_told_so(grpo):
+    """All are cut after three tokens: a reward that tells them apart moves the weights, unless they are masked."""
+    short = ["steps=1", "engine.max_new_tokens=3", "validation=null"]
+    free, masked = grpo(*short)[-1], grpo(*short, "mask_truncated=true", name="masked")[-1]
+    assert free["completions/clipped_ratio"] == masked["completions/clipped_ratio"] == 1.0
+    assert free["reward_std"] == masked["reward_std"] > 0
+    assert free["grad_norm"] > 0 and masked.get("grad_norm", 0.0) == 0.0
+
+
 def test_dense_rollouts_are_accepted_and_agree_with_the_trainer(grpo):
     row = grpo("steps=1", "kv_cache._component_=sparrow.components.kv_cache.DenseKVCache", "kv_cache.page_size=4")[1]
     assert row["acceptance/p5"] > 0.999
