@@ -21,7 +21,7 @@ from sparrow.instantiate import locate
 from sparrow.rollout import RolloutBatch
 
 RewardCallable = Callable[..., Sequence[float | None]]
-NamedReward = tuple[str, float, RewardCallable]  # name, weight, function
+NamedReward = tuple[str, float, Any]  # name, weight, and the function, which may have more to it than a call
 
 
 @runtime_checkable

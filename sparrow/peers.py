@@ -45,7 +45,7 @@ def watched(report: Callable[[str], None]) -> Iterator[None]:
             except dist.DistError:  # The store went with the process that held it: the next collective says so.
                 return
             if cause is not None and not ended.is_set():
-                _leave(store, *cause.split(" ", 1), report)
+                _leave(store, cause, report)
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
@@ -75,8 +75,9 @@ def _tell(store: dist.Store, cause: str) -> None:
         time.sleep(SECONDS_BETWEEN_LOOKS)  # until their agents have told why
 
 
-def _leave(store: dist.Store, node: str, cause: str, report: Callable[[str], None]) -> NoReturn:
+def _leave(store: dist.Store, told: str, report: Callable[[str], None]) -> NoReturn:
     """Ends this process; on the node where it happened, the rank that failed comes first and says it better."""
+    node, _, cause = told.partition(" ")
     if node == os.environ["GROUP_RANK"]:
         time.sleep(SECONDS_TO_BE_HEARD)
     else:
