@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sparrow.errors import UserError
+from sparrow.tracking.histogram import histogram_metrics
 from sparrow.training import distributed
 from sparrow.training.logprob import LOG_RATIO_LIMIT
 from sparrow.training.quantiles import (
@@ -32,6 +33,7 @@ from sparrow.training.quantiles import (
 # lacks those .05, so the same laxness stands at .91.
 TAIL = 0.05  # the paper's P5
 DEFAULT_TAU = {"exact": 0.91, "top_k": 0.86}
+HISTOGRAM_CELLS = 20
 _LEVELS = {"p1": 0.01, "p5": TAIL, "p10": 0.1, "p50": 0.5}
 _MEANS = ("mean", "frac_below_half", "kl_k1", "kl_k3", "floor_mean")
 
@@ -122,7 +124,7 @@ class AcceptanceTail:
             `acceptance/` p1, p5, p10, p50, mean, frac_below_half, kl_k1 and kl_k3, each also as
             `<name>_bin/<first cached length>` for bins that have tokens, beside tokens_bin/<same>; below_tau (1 or 0),
             kl_k3_p95, floor_p5, floor_mean, top_k_p5 (with `top_k_T`), p5_response_bin/<first position> (with
-            `response_position_T`), nonfinite. Without a token only the last.
+            `response_position_T`), histogram/<cell> of alpha, nonfinite. Without a token only the last.
         """
         log_ratio_T = tokens.dense_logprobs_T.double() - tokens.sparse_logprobs_T.double()
         finite_T = tokens.alpha_T.isfinite() & ~log_ratio_T.isnan()
@@ -142,6 +144,8 @@ class AcceptanceTail:
                 metrics["top_k_p5"] = quantile(top_k.whole, TAIL)
             if tokens.response_position_T is not None:
                 metrics |= self._by_response(alpha_T, tokens.response_position_T[finite_T])
+            counts_C = torch.histc(alpha_T.double(), HISTOGRAM_CELLS, 0.0, 1.0)
+            metrics |= histogram_metrics(distributed.sum_tensor(counts_C).tolist())
         return {f"acceptance/{name}": value for name, value in metrics.items()}
 
     def _by_response(self, alpha_T: Tensor, position_T: Tensor) -> dict[str, float]:

@@ -150,6 +150,12 @@ def outcome_counts(functions: Sequence[NamedReward]) -> dict[str, float]:
     }
 
 
+def parts_per_sequence(parts: Mapping[str, Tensor]) -> list[dict[str, float]]:
+    """Of `combine_rewards`' parts, per sequence those that apply to it (`RolloutBatch.reward_parts`)."""
+    rows = zip(*(part_S.tolist() for part_S in parts.values()), strict=True)
+    return [{name: v for name, v in zip(parts, values, strict=True) if not math.isnan(v)} for values in rows]
+
+
 def columns_per_sequence(columns: Sequence[Mapping[str, Any]], groups_S: Tensor) -> dict[str, list[Any]]:
     """The columns of each group (`RolloutBatch.columns`) repeated for its sequences: per name a list of S values."""
     names = dict.fromkeys(name for row in columns for name in row)

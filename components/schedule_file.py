@@ -51,7 +51,7 @@ class ScheduleFile:
 
 def read_schedule(path: str, allow_dips: bool = False) -> ScheduleFile:
     """Reads and validates a schedule by name or path; UserError names file, key and value."""
-    file = _find(path)
+    file = schedule_file(path)
     try:
         node = OmegaConf.to_container(OmegaConf.load(file))
     except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
@@ -117,7 +117,8 @@ def _check_measurement(node: dict[Any, Any], file: str) -> None:
         check_whole("tokens_per_bin", value, file, least=0)
 
 
-def _find(path: str) -> Path:
+def schedule_file(path: str) -> Path:
+    """Where a schedule is read from, by its name or path; raises UserError for a name that no file has."""
     if "/" in path or path.endswith((".yaml", ".yml")):
         return Path(path).expanduser()
     # The files are data that ship beside the recipes; no recipe is imported.

@@ -82,6 +82,8 @@ class GRPOConfig:
     alarms: Alarms | None = field(default_factory=Alarms)  # null turns all off
 
     trackers: list[Component]
+    measure_speedup_every: int = 50  # steps; decodes a few steps with a dense cache for speedup/measured; 0 never
+    profile: bool = False  # a trace of this process's second step, in output_dir/profile
     samples_per_step: int = 2
     checkpoint_every: int = 10
     keep_last: int = 2
@@ -126,6 +128,8 @@ def check(cfg: GRPOConfig) -> None:
     for key in ("steps", "prompts_per_step", "minibatches", "checkpoint_every", "max_nonfinite_steps"):
         if getattr(cfg, key) < 1:
             raise UserError(f"{key}: {getattr(cfg, key)} must be at least 1")
+    if cfg.measure_speedup_every < 0:
+        raise UserError(f"measure_speedup_every: {cfg.measure_speedup_every} must not be negative")
     best_saves(cfg)
     _check_replay(cfg)
     if cfg.prompts_per_step < distributed.world_size():

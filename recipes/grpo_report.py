@@ -6,9 +6,6 @@ Axes: S sequences, T response tokens.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from sparrow.engine.generation import EngineStats
 from sparrow.models.tokenizer import Tokenizer
@@ -55,25 +52,6 @@ def rollout_metrics(batch: RolloutBatch, cache: KVCache, num_layers: int, stats:
         metrics["budget/mean_pages"] = sums["pages"] / sums["decoded"]
         metrics["budget/kv_read_ratio"] = sums["read"] / sums["dense"]
     return metrics
-
-
-def sample_rows(batch: RolloutBatch, tokenizer: Tokenizer, count: int) -> list[dict[str, Any]]:
-    """The first samples of the step, one of each group in turn."""
-    assert batch.rewards_S is not None and batch.advantages_S is not None and batch.alpha_T is not None
-    order = torch.argsort(batch.samples_S, stable=True)[:count].tolist()
-    return [
-        {
-            "prompt": tokenizer.decode(batch.prompts[s]),
-            "response": batch.texts[s],
-            "reward": float(batch.rewards_S[s]),
-            "advantage": float(batch.advantages_S[s]),
-            "length": int(batch.lengths_S[s]),
-            "terminated": bool(batch.terminated_S[s]),
-            "alpha_mean": float(batch.alpha_T[batch.slice_of(s)].mean()),
-            "alpha_min": float(batch.alpha_T[batch.slice_of(s)].min()),
-        }
-        for s in order
-    ]
 
 
 def print_report(output_dir: Path, saves: Path, tau: float) -> None:

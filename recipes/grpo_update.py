@@ -20,6 +20,7 @@ from sparrow.models.decoder import Decoder
 from sparrow.recipes.grpo_config import GRPOConfig
 from sparrow.recipes.grpo_minibatches import Minibatch, combine_metrics
 from sparrow.rollout import RolloutBatch
+from sparrow.tracking.console import Advance
 from sparrow.training import distributed
 from sparrow.training.learning_rate import LearningRate
 from sparrow.training.logprob import token_logprobs
@@ -54,15 +55,17 @@ class PolicyUpdate:
         self.learning_rate = LearningRate(optimizer, cfg.lr_warmup_steps, cfg.final_lr)
         self.nonfinite_in_a_row = 0
 
-    def run(self, batch: RolloutBatch, minibatches: list[Minibatch], step: int) -> dict[str, float]:
+    def run(self, batch: RolloutBatch, minibatches: list[Minibatch], step: int, advance: Advance) -> dict[str, float]:
         """One optimizer step for each minibatch that has something to learn from; returns metrics over all ranks.
 
         The others are left out even though their gradient is zero: momentum and weight decay would move the weights.
 
         Args:
             step: number of the step, from 0.
+            advance: told the micro-batches that are done.
         """
         self.learning_rate.set(step, step, self.cfg.steps)
+        self._done, self._advance = 0, advance
         metrics = [self._optimizer_step(batch, each, step) for each in minibatches if each.learning_tokens]
         lr = float(self.optimizer.param_groups[0]["lr"])  # torchao keeps it as a tensor
         return {"lr": lr, "update/noop": float(not metrics)} | combine_metrics(metrics)
@@ -85,6 +88,8 @@ class PolicyUpdate:
         for micro in minibatch.micro_batches:
             loss, metrics = self._micro_loss(batch, micro, minibatch.totals)
             loss.backward()
+            self._done += 1
+            self._advance(self._done, "micro-batches")
             for name, value in {**metrics, "loss": loss.detach()}.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
         return sums

@@ -15,11 +15,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
 from sparrow.attention.dense import DenseAttention
@@ -33,9 +33,9 @@ from sparrow.components.reward import (
     combine_rewards,
     named_rewards,
     outcome_counts,
+    parts_per_sequence,
     reward_columns,
 )
-from sparrow.config import to_yaml
 from sparrow.engine.engine import Engine
 from sparrow.engine.sampler import SamplingParams
 from sparrow.errors import AlarmStop, Interrupted, UserError
@@ -45,17 +45,21 @@ from sparrow.models.decoder_config import read_config
 from sparrow.models.identity import architecture
 from sparrow.models.tokenizer import tokenizer_of_model
 from sparrow.protocols import AdaptiveBudget
-from sparrow.rates import measure_flop_per_s
+from sparrow.rates import Rates, measure_rates
 from sparrow.recipes.grpo_config import GRPOConfig, Validation, check
+from sparrow.recipes.grpo_files import start_trackers
 from sparrow.recipes.grpo_memory import check_memory
 from sparrow.recipes.grpo_minibatches import balance_ranks, split_minibatches
-from sparrow.recipes.grpo_report import decode_responses, print_report, rollout_metrics, sample_rows
+from sparrow.recipes.grpo_report import decode_responses, print_report, rollout_metrics
 from sparrow.recipes.grpo_resume import changed_lines, changed_settings, write_settings
+from sparrow.recipes.grpo_samples import sample_rows
 from sparrow.recipes.grpo_saves import Saves, find_save
+from sparrow.recipes.grpo_speed import measured_speedup, modelled_speedup
 from sparrow.recipes.grpo_update import PolicyUpdate
 from sparrow.recipes.sparrow_sft import ensure_warmup
 from sparrow.rollout import RolloutBatch
 from sparrow.rollout_dump import Origin, Replay, dump_rollouts
+from sparrow.tracking.console import Advance, PhaseConsole
 from sparrow.tracking.tracker import SafeTrackers
 from sparrow.training import distributed
 from sparrow.training.alarms import AlarmMonitor
@@ -63,8 +67,10 @@ from sparrow.training.device import resolve_device
 from sparrow.training.flops import training_flop
 from sparrow.training.layers import prepare_layers
 from sparrow.training.logprob import score_tokens, token_logprobs
+from sparrow.training.memory_use import memory_metrics
 from sparrow.training.mismatch import mismatch_panel
 from sparrow.training.packing import MicroBatch, response_hidden
+from sparrow.training.profile import traced
 from sparrow.training.sharding import load_trained, release
 
 
@@ -78,7 +84,9 @@ class SparrowGRPO:
         self.saves_dir = self.output_dir / "checkpoints"
         self.trackers = SafeTrackers([tracker.build() for tracker in cfg.trackers] if distributed.rank() == 0 else [])
         self.alarms = AlarmMonitor(cfg.alarms)
+        self.console = PhaseConsole(speaks=distributed.rank() == 0)
         self.rewards: list[NamedReward] = []
+        self.steps_here = 0  # of this process
         self.run_id: str | None = None  # of the trackers, where the run is resumed
         self.step = 0
         self.next_prompt = 0
@@ -105,7 +113,7 @@ class SparrowGRPO:
             folder = self.engine.check(self.step + 1, cfg.steps)
             self.changes += changed_lines("changed since the dump", changed_settings(cfg, folder))
         if distributed.rank() == 0:
-            self.trackers.start(self.output_dir, yaml.safe_load(to_yaml(cfg)), self.run_id)
+            start_trackers(self.trackers, cfg, self.cache.budget, self.run_id)
             self._print_start()
 
     def _build_components(self) -> None:
@@ -159,11 +167,17 @@ class SparrowGRPO:
         if self.distiller is not None:
             self.distiller.attach(self.model)
         prepare_layers(self.model, cfg.activation_checkpointing, cfg.offload_activations, cfg.compile)
-        self.flop_per_s = cfg.flop_per_s or measure_flop_per_s(self.device)
+        self.rates = self._rates(getattr(torch, engine.dtype or cfg.dtype))
         self.dense_cache = DenseKVCache(self.cache.page_size, self.cache.block_size)
         if cfg.validation is not None:
             # Numbers of its own: training and validation prompts count from 0 alike.
             self.validation_engine = Engine(self.model, self.dense_cache, eos_ids, engine, cfg.seed + 1, decode=decode)
+
+    def _rates(self, rollout_dtype: torch.dtype) -> Rates:
+        """Of this device, for train/mfu and speedup/model."""
+        rates = measure_rates(self.device)
+        flop_per_s = self.cfg.flop_per_s or rates.flop_per_s
+        return replace(rates, flop_per_s=flop_per_s, element_bytes=rollout_dtype.itemsize)
 
     def _print_start(self) -> None:
         """What goes wrong most often: sampling parameters, end of the response, the prompt as the model sees it."""
@@ -182,6 +196,7 @@ class SparrowGRPO:
         try:
             if self.step == 0 and self.cfg.validation is not None:
                 self._log(self._validate(self.cfg.validation), 0)
+                self.console.take()  # of no step
             while self.step < self.cfg.steps:
                 check_stop()
                 self._step()
@@ -214,62 +229,97 @@ class SparrowGRPO:
     def _step(self) -> None:
         """One step, the validation and the save that are due after it, and its row of metrics."""
         started = time.perf_counter()
-        metrics = self._train_step()
+        with self._profiled():
+            metrics = self._train_step()
         self.step += 1
+        self.console.step = self.step
         self.next_prompt += self.cfg.prompts_per_step
         metrics |= self._check_alarms(metrics)
         validation = self.cfg.validation
         try:
             if validation is not None and (self.step % validation.every == 0 or self.step == self.cfg.steps):
-                metrics |= self._validate(validation)
+                with self.console.phase("validation"):
+                    metrics |= self._validate(validation)
         finally:  # The step is done, and will be saved: Ctrl-C in the validation must not take its row.
-            metrics["time/step"] = time.perf_counter() - started
-            self._log(metrics, self.step)
+            seconds = time.perf_counter() - started
+            self._log(metrics | self._times(seconds), self.step)
         if self.saves.is_best(metrics, self.step) or self.step % self.cfg.checkpoint_every == 0:
             self._save()
 
+    def _times(self, step_seconds: float) -> dict[str, float]:
+        """Seconds of the step and of its phases; the save before it is the last step's, and no part of this one."""
+        seconds = self.console.take()
+        times = {f"time/{name}": value for name, value in seconds.items()} | {"time/step": step_seconds}
+        shares = {f"time_share/{name}": seconds[name] / step_seconds for name in seconds if name != "save"}
+        return times | shares
+
+    @contextmanager
+    def _profiled(self) -> Iterator[None]:
+        """A trace of the second step of this process: the first one compiles and captures."""
+        self.steps_here += 1
+        if not self.cfg.profile or self.steps_here != 2:
+            yield
+            return
+        path = self.output_dir / "profile" / f"step_{self.step + 1:06d}_rank{distributed.rank()}.json.gz"
+        with traced(path):
+            yield
+
     def _train_step(self) -> dict[str, float]:
         """One batch of rollouts, from the prompts to the new weights; returns its metrics."""
-        seconds: dict[str, float] = {}
-        with _clock(seconds, "time/rollout"):
-            batch = self._rollout()
+        phase = self.console.phase
+        with phase("rollout", self.cfg.prompts_per_step * self.cfg.num_samples / distributed.world_size()) as advance:
+            batch = self._rollout(advance)
             distributed.barrier()  # who waits for the longest responses of others waits in the rollout
-        with _clock(seconds, "time/reward"):
+        with phase("reward"):
             reward_metrics = self._score(batch)
             batch = balance_ranks(batch, self.cfg)
         # Dense pass and update share their micro-batches, so that their log-probs are bit-equal.
         minibatches, only_scored = split_minibatches(batch, self.cfg, self.device)
         everything = [micro for minibatch in minibatches for micro in minibatch.micro_batches] + only_scored
-        with _clock(seconds, "time/dense"):
-            metrics = self._dense_pass(batch, everything)
+        with phase("dense", len(everything)) as advance:
+            metrics = self._dense_pass(batch, everything, advance)
         metrics |= reward_metrics | rollout_metrics(
             batch, self.engine.cache, self.model.config.num_layers, self.engine.stats
         )
-        with _clock(seconds, "time/update"):
-            metrics |= self.update.run(batch, minibatches, self.step)
         learned = [micro for minibatch in minibatches for micro in minibatch.micro_batches]
-        metrics |= self._utilisation(everything, learned, seconds["time/dense"] + seconds["time/update"])
+        with phase("update", len(learned)) as advance:
+            metrics |= self.update.run(batch, minibatches, self.step, advance)
+        seconds = self.console.seconds
+        metrics |= self._utilisation(everything, learned, seconds["dense"] + seconds["update"])
         if self.distiller is not None and not self.alarms.fallback:
-            with _clock(seconds, "time/distill"):
+            with phase("distill"):
                 metrics |= self._distill(batch, everything)
         # After the distiller, which looks at the pages that the rollout saw. A dense fallback says nothing of a budget.
         if self.controller is not None and not self.alarms.fallback:
             assert batch.alpha_T is not None
             metrics |= self.controller.observe(batch.alpha_T, batch.cached_length_T, self.acceptance.tau)
-        self.engine.sync()
+        with phase("sync"):
+            self.engine.sync()
+        metrics |= memory_metrics(self.device) | self._speedup(batch)
         if distributed.rank() == 0:
             self.trackers.log_samples(sample_rows(batch, self.tokenizer, self.cfg.samples_per_step), self.step + 1)
-        metrics["tokens_per_second"] = metrics["completions/tokens"] / seconds["time/rollout"]
-        return metrics | seconds
+        metrics["tokens_per_second"] = metrics["completions/tokens"] / seconds["rollout"]
+        return metrics
+
+    def _speedup(self, batch: RolloutBatch) -> dict[str, float]:
+        """Of decoding over a dense cache; the clock's only every so many steps, as it decodes for it."""
+        cfg, model = self.cfg, self.model
+        if self.alarms.fallback or isinstance(self.engine, Replay) or isinstance(self.cache, DenseKVCache):
+            return {}
+        speedup = modelled_speedup(batch, model.config, self.cache, self.dense_cache, cfg.engine.max_rows, self.rates)
+        if cfg.measure_speedup_every and self.step % cfg.measure_speedup_every == 0:
+            with self.console.phase("measure_speedup"):
+                speedup |= measured_speedup(batch, model, self.cache, self.dense_cache, self.engine.config)
+        return speedup
 
     def _utilisation(self, scored: list[MicroBatch], learned: list[MicroBatch], seconds: float) -> dict[str, float]:
         """Model FLOPs of dense pass and update over all ranks, and their share of what the devices could do."""
         forwards = 1 if self.reference is None else 2
         flop = training_flop(self.model.config, scored, learned, forwards)
         flop = distributed.sum_values({"flop": flop})["flop"]
-        return {"train/flops": flop, "train/mfu": flop / (seconds * self.flop_per_s * distributed.world_size())}
+        return {"train/flops": flop, "train/mfu": flop / (seconds * self.rates.flop_per_s * distributed.world_size())}
 
-    def _rollout(self) -> RolloutBatch:
+    def _rollout(self, advance: Advance) -> RolloutBatch:
         """This rank's share of the step's prompts; random numbers follow the prompt, not the rank."""
         cfg = self.cfg
         first = self.next_prompt
@@ -279,7 +329,12 @@ class SparrowGRPO:
         self.engine.cache = self.dense_cache if self.alarms.fallback else self.cache  # the engine sleeps between steps
         with adapter:
             batch = self._generate(
-                self.engine, self.data, range(first, first + cfg.prompts_per_step), cfg.num_samples, cfg.sampling
+                self.engine,
+                self.data,
+                range(first, first + cfg.prompts_per_step),
+                cfg.num_samples,
+                cfg.sampling,
+                advance,
             )
         batch.texts = decode_responses(batch, self.tokenizer)
         step, every = self.step + 1, int(cfg.dump_rollouts)
@@ -302,6 +357,7 @@ class SparrowGRPO:
         numbers: Sequence[int],
         num_samples: int,
         sampling: SamplingParams,
+        advance: Advance,
     ) -> RolloutBatch:
         """Responses to the prompts that this rank takes from the queue of all ranks."""
         examples = {number: data.example(number) for number in numbers}
@@ -314,7 +370,7 @@ class SparrowGRPO:
             sampling,
             prompt_numbers=order,
             keep_hidden=engine is self.engine and self.acceptance.needs_hidden,
-            on_step=_stop_between_tokens,
+            on_step=partial(_between_tokens, advance),
             queue=distributed.SharedQueue(len(order)),
         )
         engine.sleep()  # The pool must not stand beside the activations of training, nor beside another engine's.
@@ -325,6 +381,7 @@ class SparrowGRPO:
     def _score(self, batch: RolloutBatch) -> dict[str, float]:
         """Rewards and group advantages; returns metrics over all ranks."""
         batch.rewards_S, parts = combine_rewards(self.rewards, batch.texts, reward_columns(batch))
+        batch.reward_parts = parts_per_sequence(parts)
         advantages = self.advantage(batch.rewards_S, batch.groups_S)
         batch.advantages_S, batch.keep_S = advantages.advantages_S, advantages.keep_S
         if self.cfg.mask_truncated:
@@ -339,12 +396,13 @@ class SparrowGRPO:
         return metrics
 
     @torch.no_grad()
-    def _dense_pass(self, batch: RolloutBatch, micro_batches: list[MicroBatch]) -> dict[str, float]:
+    def _dense_pass(self, batch: RolloutBatch, micro_batches: list[MicroBatch], advance: Advance) -> dict[str, float]:
         """Dense log-probs of the sampled tokens before the update, and what they say of the sparse rollout."""
         cfg = self.cfg
         T = batch.num_tokens
         logprobs_T, entropy_T, exact_T, top_k_T, floor_T = torch.zeros(5, T).unbind()
-        for micro in micro_batches:
+        for done, micro in enumerate(micro_batches):
+            advance(done, f"{T:,} tokens")
             at = micro.index_N
             hidden_NE = response_hidden(self.model, micro, self._dense_attention(micro))
             sparse_NE = None if batch.hidden_TE is None else batch.hidden_TE[at]
@@ -425,7 +483,10 @@ class SparrowGRPO:
         """Dense rollouts of the dense policy on held-out prompts."""
         sampling = replace(self.cfg.sampling, temperature=validation.temperature)
         numbers = range(validation.prompts)
-        batch = self._generate(self.validation_engine, self.validation_data, numbers, validation.num_samples, sampling)
+        with self.console.phase("validation_rollout", validation.prompts * validation.num_samples) as advance:
+            batch = self._generate(
+                self.validation_engine, self.validation_data, numbers, validation.num_samples, sampling, advance
+            )
         texts = decode_responses(batch, self.tokenizer)
         rewards_S, _ = combine_rewards(self.rewards, texts, reward_columns(batch))
         rewards_S, lengths_S = distributed.gather(rewards_S), distributed.gather(batch.lengths_S)
@@ -444,7 +505,8 @@ class SparrowGRPO:
             self.trackers.log_dict(metrics, step)
 
     def _save(self) -> None:
-        self.saves.save(self.step, self._state)
+        with self.console.phase("save"):
+            self.saves.save(self.step, self._state)
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -482,20 +544,15 @@ class SparrowGRPO:
         for _, _, reward in self.rewards:
             if isinstance(reward, Closes):
                 reward.close()
+        self.console.close()
         self.trackers.close()
 
 
-def _stop_between_tokens(tokens: int, sequences: int) -> None:
+def _between_tokens(advance: Advance, tokens: int, sequences: int) -> None:
+    advance(sequences, f"{tokens:,} tokens")
     # Ranks decode at their own pace: with several, only the check between steps is safe.
     if distributed.world_size() == 1 and stop_requested():
         raise Interrupted
-
-
-@contextmanager
-def _clock(seconds: dict[str, float], name: str) -> Iterator[None]:
-    started = time.perf_counter()
-    yield
-    seconds[name] = time.perf_counter() - started
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -34,6 +34,7 @@ class RolloutBatch:
         columns: per group, what the data set said besides the prompt (gold answer, ...), for the reward functions.
         texts: S decoded responses, for rewards and the sample table; training never re-tokenises them.
         rewards_S: weighted sum of the reward functions; NaN where none had an opinion.
+        reward_parts: per sequence the unweighted reward of each function that had an opinion, by its name.
         advantages_S: within the group, fp32.
         keep_S: whether the loss counts the sequence in its denominators (`Advantages.keep_S`), bool.
         dense_logprobs_T: log-prob of the token under the dense policy before the update, at the sampling temperature.
@@ -61,6 +62,7 @@ class RolloutBatch:
 
     # Filled by the recipe.
     rewards_S: Tensor | None = None
+    reward_parts: list[dict[str, float]] = field(default_factory=list)
     advantages_S: Tensor | None = None
     keep_S: Tensor | None = None
     dense_logprobs_T: Tensor | None = None

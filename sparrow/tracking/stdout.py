@@ -15,15 +15,20 @@ _COLUMNS = (
     ("p5", "acceptance/p5", "{:.3f}"),
     ("length", "completions/mean_length", "{:.0f}"),
     ("kv", "budget/kv_read_ratio", "{:.0%}"),
+    ("tok/s", "tokens_per_second", "{:,.0f}"),
+    ("model", "speedup/model", "{:.2f}x"),
+    ("measured", "speedup/measured", "{:.2f}x"),
+    ("mem", "memory/peak_gib", "{:.1f}G"),
     ("", "time/step", "{:.1f}s"),
 )
 _RED = "\033[31m{}\033[0m"
 
 
 class StdoutTracker:
-    """`step 12/40  reward 0.531  p5 0.912  length 183  kv 46%  3.2s  eta 1m30s`.
+    """`step 12/40  reward 0.531  p5 0.912  length 183  kv 46%  tok/s 9,120  model 2.31x  mem 97.2G  3.2s  eta 1m30s`.
 
-    Metrics that a step lacks are left out. `kv` is the share of the cached keys and values that decoding read. On a
+    Metrics that a step lacks are left out. `kv` is the share of the cached keys and values that decoding read, `model`
+    and `measured` how much faster than dense it is, by the cost model and by the clock (docs/tracking.md). On a
     terminal p5 turns red below `acceptance/tau`, unless NO_COLOR is set.
 
     Args:

@@ -17,8 +17,8 @@ _log = logging.getLogger(__name__)
 class Tracker(Protocol):
     """Receives a run's metrics and samples, on rank 0 only.
 
-    `start` and `log_samples` may be missing, so that torchtune's metric loggers, which have `log_dict` and `close`,
-    stand in the same list.
+    Any but `log_dict` may be missing, so that torchtune's metric loggers, which have `log_dict` and `close`, stand in
+    the same list.
     """
 
     def start(self, run_dir: Path, config: dict[str, Any], run_id: str) -> None:
@@ -31,6 +31,10 @@ class Tracker(Protocol):
 
     def log_samples(self, rows: list[dict[str, Any]], step: int) -> None:
         """Some of the step's rollouts, each a flat dict (prompt, response, reward, ...)."""
+        ...
+
+    def log_files(self, name: str, kind: str, paths: Sequence[Path]) -> None:
+        """Files that the run stands on (settings, schedule, calibration), once, after `start`."""
         ...
 
     def close(self) -> None:
@@ -67,6 +71,10 @@ class SafeTrackers:
     def log_samples(self, rows: list[dict[str, Any]], step: int) -> None:
         for tracker in self._trackers:
             self._call(tracker, "log_samples", rows, step)
+
+    def log_files(self, name: str, kind: str, paths: Sequence[Path]) -> None:
+        for tracker in self._trackers:
+            self._call(tracker, "log_files", name, kind, paths)
 
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint: {"run_id": ...}."""

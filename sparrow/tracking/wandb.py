@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from sparrow.errors import UserError
+from sparrow.tracking.histogram import take_histograms
+from sparrow.tracking.samples import flat_row, shorten
 
 
 class WandbTracker:
-    """Scalars over `global_step`, and one table `samples` that grows by rows each time.
+    """Scalars and histograms over `global_step`, one table `samples` that grows by rows, and the run's files.
 
     Nothing leaves the machine with mode "offline"; `wandb sync` uploads the run's folder later. The environment
     variable WANDB_MODE wins over `mode`. A resumed run keeps its id, so that its parts merge into one curve.
@@ -49,32 +53,36 @@ class WandbTracker:
         )
         # W&B's own step only grows: a resumed run that repeats steps would lose them.
         self._run.define_metric("*", step_metric="global_step")
-        self._table_class: Any = wandb.Table
+        self._wandb = wandb
 
     def log_dict(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log({**metrics, "global_step": step})
+        scalars, histograms = take_histograms(metrics)
+        drawn = {
+            name: self._wandb.Histogram(np_histogram=(np.array(histogram.counts), np.array(histogram.edges)))
+            for name, histogram in histograms.items()
+        }
+        self._run.log({**scalars, **drawn, "global_step": step})
 
     def log_samples(self, rows: list[dict[str, Any]], step: int) -> None:
         """The columns are those of the first row ever logged."""
         if not rows:
             return
+        rows = [flat_row(row) for row in rows]
         if self._table is None:
-            self._table = self._table_class(columns=["step", *rows[0]], log_mode="INCREMENTAL")
+            self._table = self._wandb.Table(columns=["step", *rows[0]], log_mode="INCREMENTAL")
         for row in rows:
             self._table.add_data(step, *(self._cell(row.get(name)) for name in self._table.columns[1:]))
         self._run.log({"samples": self._table, "global_step": step})
+
+    def log_files(self, name: str, kind: str, paths: Sequence[Path]) -> None:
+        """An artifact; W&B makes a new version of it only where a file changed."""
+        artifact = self._wandb.Artifact(name, type=kind)
+        for path in paths:
+            artifact.add_file(str(path), name=path.name)
+        self._run.log_artifact(artifact)
 
     def close(self) -> None:
         self._run.finish()
 
     def _cell(self, value: Any) -> Any:
         return shorten(value, self._max_characters) if isinstance(value, str) else value
-
-
-def shorten(text: str, most: int) -> str:
-    """`text` with its middle replaced by a count once it is longer than `most` characters."""
-    if len(text) <= most:
-        return text
-    head = most // 2
-    tail = most - head
-    return f"{text[:head]} [... {len(text) - most} characters ...] {text[len(text) - tail :]}"

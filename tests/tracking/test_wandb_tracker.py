@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
 from sparrow.errors import UserError
-from sparrow.tracking.wandb import WandbTracker, shorten
+from sparrow.tracking.samples import shorten
+from sparrow.tracking.wandb import WandbTracker
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +35,23 @@ def test_offline_runs_keep_their_id_and_log_a_row_per_step(tmp_path: Path) -> No
     assert all(table["columns"] == ["step", "text", "reward"] for table in tables)
     rows = sorted(row for table in tables for row in table["data"])
     assert rows == [[step, "xxxxx [... 10 characters ...] xxxxx", 0.5] for step in (1, 2, 3, 4)]
+
+
+def test_files_become_an_artifact_and_cells_a_histogram(tmp_path: Path) -> None:
+    (tmp_path / "qwen3-4b.yaml").write_text("pages: [40]")
+    (tmp_path / "surface.csv").write_text("bin,pages,p5")
+    tracker = WandbTracker("test")
+    tracker.start(tmp_path, {}, "abc123")
+    tracker.log_files("schedule", "schedule", [tmp_path / "qwen3-4b.yaml", tmp_path / "surface.csv"])
+    tracker.log_dict({"acceptance/histogram/0": 1.0, "acceptance/histogram/1": 3.0, "reward": 0.5}, 1)
+    tracker.close()
+    [record] = tmp_path.glob("wandb/offline-run*/run-abc123.wandb")
+    content, until = b"", time.monotonic() + 60
+    while b"[1,3]" not in content and time.monotonic() < until:  # W&B's own process writes it
+        time.sleep(0.1)
+        content = record.read_bytes()
+    assert b"qwen3-4b.yaml" in content and b"surface.csv" in content
+    assert b'"histogram"' in content and b"[1,3]" in content and b"histogram/0" not in content
 
 
 def test_the_environment_wins_over_the_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
