@@ -11,6 +11,7 @@ from sparrow.config import Component, Positional
 from sparrow.engine.engine import EngineConfig
 from sparrow.engine.sampler import SamplingParams
 from sparrow.errors import UserError
+from sparrow.recipes.evaluate import figure_names
 from sparrow.training import distributed
 from sparrow.training.alarms import Alarms
 from sparrow.training.run_state import KeepBest
@@ -23,7 +24,7 @@ class Validation:
     Attributes:
         data: prompts; the first `prompts` of it are used, always the same.
         every: steps between two validations.
-        num_samples: N of `val/mean@N`.
+        num_samples: N of `val/mean@N`; of several samples there are `val/pass@k` and `val/maj@k` too.
         temperature: 0 is greedy.
     """
 
@@ -103,12 +104,13 @@ def best_saves(cfg: GRPOConfig) -> KeepBest | None:
         return None
     if cfg.keep_best < 0:
         raise UserError(f"keep_best: {cfg.keep_best} must not be negative")
-    validated = None if cfg.validation is None else f"val/mean@{cfg.validation.num_samples}"
-    metric = cfg.best_metric or validated
+    measured = [] if cfg.validation is None else figure_names(cfg.validation.num_samples)
+    validated = [f"val/{name}" for name in measured]
+    metric = cfg.best_metric or next(iter(validated), None)
     if metric is None:
         raise UserError("best_metric: must be given where keep_best is above 0 and there is no validation")
-    if metric.startswith("val/") and metric not in (validated, validated and "val/mean_length"):
-        raise UserError(f"best_metric: {metric} is not measured; {validated or 'there is no validation'}")
+    if metric.startswith("val/") and metric not in validated:
+        raise UserError(f"best_metric: {metric} is not measured; {', '.join(validated) or 'there is no validation'}")
     if metric.startswith("time/") or metric == "tokens_per_second":
         raise UserError(f"best_metric: {metric} says nothing of the model")
     return KeepBest(metric, cfg.keep_best)

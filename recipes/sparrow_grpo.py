@@ -39,13 +39,24 @@ from sparrow.components.reward import (
 from sparrow.engine.engine import Engine
 from sparrow.engine.sampler import SamplingParams
 from sparrow.errors import AlarmStop, Interrupted, UserError
-from sparrow.launch import check_stop, run_recipe, stop_requested
+from sparrow.estimators import mean_reward
+from sparrow.launch import check_stop, run_recipe
 from sparrow.models.decoder import Decoder
 from sparrow.models.decoder_config import read_config
 from sparrow.models.identity import architecture
 from sparrow.models.tokenizer import tokenizer_of_model
 from sparrow.protocols import AdaptiveBudget
 from sparrow.rates import Rates, measure_rates
+from sparrow.recipes.evaluate import (
+    encode_prompt,
+    generate,
+    gives_answers,
+    in_order,
+    judge,
+    of_samples,
+    per_problem,
+    stop_between_tokens,
+)
 from sparrow.recipes.grpo_config import GRPOConfig, Validation, check
 from sparrow.recipes.grpo_files import start_trackers
 from sparrow.recipes.grpo_memory import check_memory
@@ -336,7 +347,6 @@ class SparrowGRPO:
                 cfg.sampling,
                 advance,
             )
-        batch.texts = decode_responses(batch, self.tokenizer)
         step, every = self.step + 1, int(cfg.dump_rollouts)
         if every and step % every == 0:
             dump_rollouts(
@@ -359,23 +369,12 @@ class SparrowGRPO:
         sampling: SamplingParams,
         advance: Advance,
     ) -> RolloutBatch:
-        """Responses to the prompts that this rank takes from the queue of all ranks."""
-        examples = {number: data.example(number) for number in numbers}
-        encoded = {number: self._encode(example) for number, example in examples.items()}
-        # Longest first: dealt out in turn they are about equal shares, and none that takes long comes last.
-        order = numbers if distributed.world_size() == 1 else sorted(numbers, key=lambda number: -len(encoded[number]))
-        batch = engine.generate(
-            [encoded[number] for number in order],
-            num_samples,
-            sampling,
-            prompt_numbers=order,
-            keep_hidden=engine is self.engine and self.acceptance.needs_hidden,
-            on_step=partial(_between_tokens, advance),
-            queue=distributed.SharedQueue(len(order)),
-        )
+        """Responses to the prompts that this rank takes from the queue of all ranks, with their texts."""
+        keep_hidden = engine is self.engine and self.acceptance.needs_hidden
+        on_step = partial(_between_tokens, advance)
+        batch = generate(engine, data, numbers, self._encode, num_samples, sampling, keep_hidden, on_step)
         engine.sleep()  # The pool must not stand beside the activations of training, nor beside another engine's.
-        answered = [examples[number] for number in batch.numbers_S[::num_samples].tolist()]
-        batch.columns = [example.columns | {"prompts": example.prompt} for example in answered]
+        batch.texts = decode_responses(batch, self.tokenizer)
         return batch
 
     def _score(self, batch: RolloutBatch) -> dict[str, float]:
@@ -487,16 +486,13 @@ class SparrowGRPO:
             batch = self._generate(
                 self.validation_engine, self.validation_data, numbers, validation.num_samples, sampling, advance
             )
-        texts = decode_responses(batch, self.tokenizer)
-        rewards_S, _ = combine_rewards(self.rewards, texts, reward_columns(batch))
-        rewards_S, lengths_S = distributed.gather(rewards_S), distributed.gather(batch.lengths_S)
-        name = f"val/mean@{validation.num_samples}"
-        return {name: float(rewards_S.nanmean()), "val/mean_length": float(lengths_S.float().mean())}
+        judged = in_order(judge(batch, self.rewards))
+        figures = per_problem(judged, validation.num_samples, gives_answers(self.rewards))
+        means = {name: mean_reward(values) for name, values in figures.items()}
+        return {f"val/{name}": value for name, value in (means | of_samples(judged)).items()}
 
     def _encode(self, example: Example) -> list[int]:
-        if isinstance(example.prompt, str):
-            return self.tokenizer.encode(example.prompt)
-        return self.tokenizer.apply_chat_template(example.prompt, self.cfg.enable_thinking)
+        return encode_prompt(self.tokenizer, example.prompt, self.cfg.enable_thinking)
 
     # State
 
@@ -550,9 +546,7 @@ class SparrowGRPO:
 
 def _between_tokens(advance: Advance, tokens: int, sequences: int) -> None:
     advance(sequences, f"{tokens:,} tokens")
-    # Ranks decode at their own pace: with several, only the check between steps is safe.
-    if distributed.world_size() == 1 and stop_requested():
-        raise Interrupted
+    stop_between_tokens(tokens, sequences)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

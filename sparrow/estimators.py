@@ -40,8 +40,8 @@ def mean_reward(rewards: Sequence[float]) -> float:
 def pass_at_k(rewards: Sequence[float], k: int) -> float:
     """pass@k of n >= k samples.
 
-    The j-th best of n is the best of k with probability C(n - 1 - j, k - 1) / C(n, k). The first is k / n, each next one
-    follows by a factor below 1: no large number is ever formed.
+    The j-th best of n is the best of k with probability C(n - 1 - j, k - 1) / C(n, k). The first is k / n, each next
+    one follows by a factor below 1: no large number is ever formed.
     """
     n = len(rewards)
     assert 1 <= k <= n, (k, n)
@@ -56,8 +56,8 @@ def pass_at_k(rewards: Sequence[float], k: int) -> float:
 def majority(answers: Sequence[str | None], rewards: Sequence[float]) -> float:
     """Mean reward of the samples that give the most frequent answer.
 
-    Of answers that are equally frequent each wins as often: the result is the mean over them. A sample without an answer
-    has no vote. Where none has one, it is the mean reward.
+    Of answers that are equally frequent each wins as often: the result is the mean over them. A sample without an
+    answer has no vote. Where none has one, it is the mean reward.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
@@ -72,7 +72,7 @@ def majority(answers: Sequence[str | None], rewards: Sequence[float]) -> float:
 
 
 def maj_at_k(answers: Sequence[str | None], rewards: Sequence[float], k: int) -> float:
-    """maj@k of n >= k samples: mean over blocks of k samples, one after the other; what does not fill one is left out."""
+    """maj@k of n >= k samples: mean over consecutive blocks of k; samples that do not fill one are left out."""
     assert 1 <= k <= len(rewards), (k, len(rewards))
     starts = range(0, len(rewards) - k + 1, k)
     return mean_reward([majority(answers[start : start + k], rewards[start : start + k]) for start in starts])

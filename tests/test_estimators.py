@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
@@ -34,7 +34,7 @@ def test_pass_at_k_starts_at_the_mean_grows_with_k_and_ends_at_the_best(rewards)
     values = [pass_at_k(rewards, k) for k in range(1, len(rewards) + 1)]
     assert values[0] == pytest.approx(mean_reward(rewards), abs=1e-9)
     assert values[-1] == pytest.approx(max(rewards), abs=1e-9)
-    assert all(a <= b + 1e-9 for a, b in zip(values, values[1:], strict=False))
+    assert all(a <= b + 1e-9 for a, b in pairwise(values))
 
 
 @given(REWARDS, st.randoms(use_true_random=False))
