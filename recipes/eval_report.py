@@ -1,0 +1,110 @@
+"""Figures of an evaluation: results.json, which depends on the samples alone, and the printed tables."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sparrow.estimators import CONFIDENCE, RESAMPLES, Estimate, over_problems
+from sparrow.recipes.eval_store import SampleStore
+from sparrow.recipes.evaluate import Judged, of_samples, per_problem
+
+Result = dict[str, Any]  # of one benchmark and mode
+FEW_PROBLEMS = 100
+
+
+def result_of(store: SampleStore, num_samples: int, with_answers: bool) -> tuple[Result, dict[str, list[float]]]:
+    """The figures of one benchmark and mode, and those of each problem."""
+    rows = list(store.samples())
+    judged = [_judged(row) for row in rows]
+    problems = per_problem(judged, num_samples, with_answers)
+    read, dense = (sum(row[key] for row in rows) for key in ("kv_read", "kv_dense"))
+    counts: Counter[str] = Counter()
+    for window in store.windows:
+        counts.update(window["counts"])
+    result = {
+        **{name: asdict(over_problems(values)) for name, values in problems.items()},
+        **of_samples(judged),
+        "tokens": sum(one.tokens for one in judged),
+        "kv_read_ratio": read / dense if dense else None,
+        "outcomes": dict(sorted(counts.items())),
+    }
+    return result, problems
+
+
+def _judged(row: Mapping[str, Any]) -> Judged:
+    return Judged(row["number"], row["sample"], row["reward"], row["answer"], row["tokens"], row["terminated"])
+
+
+def differences(dense: Mapping[str, list[float]], sparse: Mapping[str, list[float]]) -> dict[str, dict[str, Any]]:
+    """Sparse minus dense, problem by problem."""
+    return {
+        name: asdict(over_problems([s - d for d, s in zip(dense[name], sparse[name], strict=True)])) for name in dense
+    }
+
+
+def write_results(file: Path, run: Mapping[str, Any], benchmarks: Mapping[str, Any]) -> None:
+    """`file` is the old one or the new one at every moment."""
+    method = f"{CONFIDENCE:.0%} percentile bootstrap over problems, {RESAMPLES} resamples"
+    content = {**run, "intervals": method, "benchmarks": benchmarks}
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(part, file)
+
+
+def tokens_per_second(store: SampleStore) -> float:
+    """Over the windows of all parts of the run."""
+    return sum(w["tokens"] for w in store.windows) / max(sum(w["seconds"] for w in store.windows), 1e-9)
+
+
+def tables(benchmarks: Mapping[str, Mapping[str, Any]], speeds: Mapping[tuple[str, str], float]) -> list[str]:
+    """Accuracy of each benchmark and mode, and what the sparse ones cost."""
+    modes = [mode for mode in ("dense", "sparse") if any(mode in one for one in benchmarks.values())]
+    header = ["benchmark", "figure", *modes]
+    both = len(modes) == 2
+    body = [row for name, one in benchmarks.items() for row in _accuracy(name, one, modes)]
+    lines = _aligned([header + ["sparse - dense"] * both, *body])
+    costs = [["benchmark", "mode", "KV read", "tokens/s", "mean length", "cut", "unscored", "outcomes"]]
+    costs += [
+        _cost(name, mode, one[mode], speeds[name, mode])
+        for name, one in benchmarks.items()
+        for mode in modes
+        if mode in one
+    ]
+    notes = [f"intervals: {CONFIDENCE:.0%}, over problems by the bootstrap"]
+    if few := [f"{name} ({one['prompts']})" for name, one in benchmarks.items() if one["prompts"] < FEW_PROBLEMS]:
+        notes.append(f"few problems, hence wide intervals: {', '.join(few)}")
+    return [*lines, "", *_aligned(costs), "", *notes]
+
+
+def _accuracy(name: str, one: Mapping[str, Any], modes: Sequence[str]) -> Iterable[list[str]]:
+    present = [mode for mode in modes if mode in one]
+    figures = [key for key, value in one[present[0]].items() if isinstance(value, dict) and "low" in value]
+    for figure in figures:
+        row = [name, figure, *(_shown(one[mode][figure]) if mode in one else "-" for mode in modes)]
+        if len(modes) == 2:
+            row.append(_shown(one["sparse_minus_dense"][figure], "+") if "sparse_minus_dense" in one else "-")
+        yield row
+
+
+def _shown(estimate: Mapping[str, Any], sign: str = "") -> str:
+    known = Estimate(**estimate)
+    text = f"{known.value:{sign}.3f}"
+    return text if known.low is None else f"{text} [{known.low:{sign}.3f}, {known.high:{sign}.3f}]"
+
+
+def _cost(name: str, mode: str, result: Result, speed: float) -> list[str]:
+    ratio = "-" if result["kv_read_ratio"] is None else f"{result['kv_read_ratio']:.2f}"
+    outcomes = ", ".join(f"{key} {value:.0f}" for key, value in result["outcomes"].items()) or "-"
+    figures = [f"{speed:.0f}", f"{result['mean_length']:.0f}", f"{result['clipped_ratio']:.1%}"]
+    return [name, mode, ratio, *figures, f"{result['unscored']:.0f}", outcomes]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

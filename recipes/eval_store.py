@@ -1,0 +1,120 @@
+"""The folder of one benchmark and mode: its samples so far, written window by window.
+
+    settings.json    what the samples depend on
+    samples.jsonl    one line a sample, ordered by prompt and sample
+    windows.jsonl    one line a window that is complete: how long it took, what its reward counted
+
+A window counts once its line in windows.jsonl is whole; what stands in samples.jsonl after the last one is dropped by
+the next run, which makes it anew. The samples are thus the same however often the evaluation was interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from sparrow.errors import UserError
+
+
+class SampleStore:
+    """Opens or begins a folder.
+
+    Args:
+        folder: made if need be.
+        settings: by dotted key.
+
+    Attributes:
+        windows: the complete ones, as they were given to `append`.
+
+    Raises:
+        UserError: the folder cannot be made, its files are damaged, or its samples are of other settings; says which.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        self.folder, self.settings = folder, settings
+        self._settings, self._samples = folder / "settings.json", folder / "samples.jsonl"
+        self._windows = folder / "windows.jsonl"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"output_dir: {folder} cannot be made: {error.strerror}") from error
+        self.windows = self._complete()
+        if self.windows:
+            self._compare()
+        else:
+            part = self._settings.with_suffix(".part")
+            part.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+            os.replace(part, self._settings)
+        self._truncate()
+
+    def append(self, rows: Sequence[dict[str, Any]], window: dict[str, Any]) -> None:
+        """Writes the samples of the next window, then that it is complete."""
+        with self._samples.open("ab") as file:
+            file.write(b"".join(_line(row) for row in rows))
+            _reach_disk(file)
+            end = file.tell()
+        with self._windows.open("ab") as file:
+            file.write(_line({**window, "samples_end": end}))
+            _reach_disk(file)
+        self.windows.append({**window, "samples_end": end})
+
+    def samples(self) -> Iterator[dict[str, Any]]:
+        """All of them, in order, without the texts, which can be gigabytes."""
+        if self.windows:
+            with self._samples.open("rb") as file:
+                for line in file:
+                    row = json.loads(line)
+                    yield {key: value for key, value in row.items() if key not in ("prompt", "response")}
+
+    def _complete(self) -> list[dict[str, Any]]:
+        if not self._windows.is_file():
+            return []
+        lines = self._windows.read_bytes().split(b"\n")[:-1]
+        try:
+            windows = [dict(json.loads(line)) for line in lines]
+            end = int(windows[-1]["samples_end"]) if windows else 0
+            enough = end == 0 or self._samples.stat().st_size >= end
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"output_dir: {self._windows} is damaged ({error}); {self._remedy}") from error
+        if not enough:
+            raise UserError(f"output_dir: {self._samples} is shorter than {end} bytes; {self._remedy}")
+        return windows
+
+    @property
+    def _remedy(self) -> str:
+        return f"remove {self.folder}, and the same command makes its samples anew"
+
+    def _compare(self) -> None:
+        try:
+            before = dict(json.loads(self._settings.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"output_dir: {self._settings} cannot be read ({error}); {self._remedy}") from error
+        now = json.loads(json.dumps(self.settings))
+        names = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        if names:
+            changed = "; ".join(f"{key}: {before.get(key)!r} then, {now.get(key)!r} now" for key in names)
+            raise UserError(
+                f"output_dir: {self.folder} holds samples of other settings ({changed}); another output_dir starts "
+                "beside them"
+            )
+
+    def _truncate(self) -> None:
+        """Drops what a window that was cut short has left."""
+        end = self.windows[-1]["samples_end"] if self.windows else 0
+        whole = self._windows.read_bytes().rfind(b"\n") + 1 if self._windows.is_file() else 0
+        for path, size in ((self._samples, end), (self._windows, whole)):
+            if path.is_file():
+                os.truncate(path, size)
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    # Half a surrogate pair is text for Python and for no encoding; an answer may hold one.
+    return (json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", errors="replace")
+
+
+def _reach_disk(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
