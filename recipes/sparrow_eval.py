@@ -250,7 +250,7 @@ class SparrowEval:
         write_results(self.output_dir / "results.json", run, results)
 
     def _print_tables(self, results: dict[str, dict[str, Any]]) -> None:
-        speeds = {key: tokens_per_second(store) for key, store in self.stores.items()}
+        speeds: dict[tuple[str, str], float] = {key: tokens_per_second(store) for key, store in self.stores.items()}
         print("\n".join(["", *tables(results, speeds)]))
         print(f"results  {self.output_dir / 'results.json'}", flush=True)
 

@@ -37,9 +37,10 @@ def merge_adapter(model: Decoder, folder: Path) -> None:
     _check(folder, tensors, {name.replace(".default.", "."): tuple(p.shape) for name, p in expected.items()})
     for name, parameter in expected.items():
         parameter.data = tensors[name.replace(".default.", ".")].to(parameter.device, torch.float32)
-    for name, layer in [(n, m) for n, m in model.named_modules() if isinstance(m, LoraLayer)]:
-        base: Any = layer.get_base_layer()
-        base.weight.copy_(base.weight.float() + layer.get_delta_weight("default"))  # type: ignore[operator]
+    layers: list[tuple[str, Any]] = [(name, m) for name, m in model.named_modules() if isinstance(m, LoraLayer)]
+    for name, layer in layers:
+        base = layer.get_base_layer()
+        base.weight.copy_(base.weight.float() + layer.get_delta_weight("default"))
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, base)
     model.requires_grad_(True)
