@@ -200,7 +200,7 @@ class Judge:
     def problems(self, columns):
         return [None if answer else "empty" for answer in columns["answer"]]
     def answers(self, completions, **columns):
-        return [text[:3] if text.startswith("(") else None for text in completions]
+        return [text[:2] if text.startswith("(") else None for text in completions]
     def close(self):
         Path(self.note).write_text("closed")
 """
@@ -214,7 +214,7 @@ def judged(checkpoint, tmp_path, monkeypatch) -> list[str]:
     data = PointerChase(nodes=5, hops=2, seed=2)
     examples = [data.example(i) for i in range(6)]
     rows = [
-        {"id": f"p-{i}", "prompt": example.prompt, "answer": example.columns["response"][:3]}
+        {"id": f"p-{i}", "prompt": example.prompt, "answer": example.columns["response"][:2]}
         for i, example in enumerate(examples)
     ]
     rows[2]["answer"] = ""
