@@ -9,10 +9,12 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from sparrow import registry
 from sparrow.components.data import Example, PromptData
 from sparrow.components.reward import ChecksGold, NamedReward
 from sparrow.engine.blocks import BlockAllocator
@@ -153,6 +155,7 @@ def load_task(benchmark: Benchmark, reward: list[NamedReward]) -> Task:
             than that, two of one id, or none that is left.
     """
     with _named(benchmark.name):
+        _check_file(benchmark)
         data: PromptData = benchmark.data.build()
         count = _count(data, benchmark.prompts)
         examples = [data.example(index) for index in range(count)]
@@ -166,6 +169,16 @@ def load_task(benchmark: Benchmark, reward: list[NamedReward]) -> Task:
             first, reason = next(iter(dropped.items()))
             raise UserError(f"no example has a gold answer that can be used; {first}: {reason}")
         return Task(benchmark, reward, [examples[i] for i in kept], [ids[i] for i in kept], dropped)
+
+
+def _check_file(benchmark: Benchmark) -> None:
+    """Says how a file that is missing is made, where there is a config for it."""
+    path = benchmark.data.kwargs.get("path")
+    prepare = f"prepare/{benchmark.name}"
+    if isinstance(path, str) and not Path(path).expanduser().exists():
+        made = any(config.name == prepare for config in registry.configs())
+        hint = f"`tune run sparrow_prepare --config {prepare}` makes it" if made else "give data_dir or data.path"
+        raise UserError(f"{path} does not exist; {hint}, ~benchmarks.N or only=[...] does without")
 
 
 def _count(data: PromptData, prompts: int | None) -> int:

@@ -281,7 +281,7 @@ def test_settings_that_changed_are_named(evaluate, arguments, judged, tmp_path, 
         (["prompts_per_window=0"], ["prompts_per_window", "0"]),
         (
             ["benchmarks.0.data={_component_: sparrow.components.data.JsonlPrompts, path: none.jsonl}"],
-            ["benchmark pointers", "none.jsonl", "cannot be read", "No such file"],
+            ["benchmark pointers", "none.jsonl", "does not exist", "data_dir"],
         ),
     ],
 )
