@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,8 @@ class Task:
     def encode(self, tokenizer: Tokenizer) -> None:
         """Fills `encoded`."""
         thinking = self.settings.enable_thinking
-        self.encoded = [encode_prompt(tokenizer, example.prompt, thinking) for example in self.examples]
+        with _named(self.name):
+            self.encoded = [encode_prompt(tokenizer, example.prompt, thinking) for example in self.examples]
 
     def check_fits(self, config: DecoderConfig, engine: EngineConfig, cache: KVCache) -> None:
         """UserError where a prompt and its longest response fit neither the model nor the pool; before any work."""
@@ -92,6 +93,18 @@ class Task:
         blocks = BlockAllocator(limits.kv_tokens // cache.block_size)
         with _named(self.name):
             Scheduler(self.encoded, 1, 1, limits.max_new_tokens, blocks, cache.block_size)
+
+    def description(self) -> dict[str, Any]:
+        """How it was run, for results.json."""
+        settings = self.settings
+        return {
+            "prompts": self.size,
+            "num_samples": settings.num_samples,
+            "dropped": self.dropped,
+            "sampling": asdict(self.sampling),
+            "enable_thinking": settings.enable_thinking,
+            "max_new_tokens": settings.max_new_tokens,
+        }
 
     def fingerprint(self) -> str:
         """A hash of the encoded prompts and the columns: another data file is another evaluation."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from typing import Any
 import torch
 import yaml
 
+from sparrow.components.data import Example
 from sparrow.components.kv_cache import DenseKVCache, check_runs
 from sparrow.components.reward import Closes, CountsOutcomes, NamedReward, named_rewards
+from sparrow.components.tail_controller import TailController
 from sparrow.config import Component, to_yaml
 from sparrow.engine.engine import Engine
 from sparrow.errors import Interrupted
@@ -102,9 +104,10 @@ class SparrowEval:
     def _schedule_notes(self) -> list[str]:
         """A schedule for another model, page or selector is refused; at which temperature to sample is open here."""
         cache = self.caches["sparse"]
-        made_for: Any = getattr(cache.budget, "provenance", None)
+        budget = cache.budget.start if isinstance(cache.budget, TailController) else cache.budget
+        made_for: Any = getattr(budget, "provenance", None)
         if made_for is None:
-            return []
+            return cache.check(self.cfg.model, 1.0, "exact")
         notes = cache.check(self.cfg.model, made_for.temperature, made_for.estimator, made_for.tau)
         at = {task.sampling.temperature for task in self.tasks} - {made_for.temperature}
         return notes + [f"its P5 was measured at temperature {made_for.temperature}, not at {t}" for t in sorted(at)]
@@ -207,9 +210,9 @@ class SparrowEval:
             progress.update(window.start * N + done, tokens * ranks / (time.perf_counter() - started))
             stop_between_tokens(tokens, sequences)
 
-        encode: Callable[[Any], list[int]] = lambda example: encode_prompt(  # noqa: E731
-            self.tokenizer, example.prompt, task.settings.enable_thinking
-        )
+        def encode(example: Example) -> list[int]:
+            return encode_prompt(self.tokenizer, example.prompt, task.settings.enable_thinking)
+
         batch = generate(engine, task, window, encode, N, task.sampling, on_step=on_step)
         distributed.barrier()
         seconds = time.perf_counter() - started
@@ -239,10 +242,7 @@ class SparrowEval:
     ) -> None:
         store, N = self.stores[task.name, mode], task.settings.num_samples
         result, problems[task.name, mode] = result_of(store, N, gives_answers(task.reward))
-        one = results.setdefault(
-            task.name,
-            {"prompts": task.size, "num_samples": N, "dropped": task.dropped, "sampling": asdict(task.sampling)},
-        )
+        one = results.setdefault(task.name, task.description() | {"seed": self.cfg.seed_of(task.settings)})
         one[mode] = result
         if mode == "sparse" and "dense" in one:
             one["sparse_minus_dense"] = differences(*(problems[task.name, m] for m in self.cfg.modes))
