@@ -112,8 +112,8 @@ def check(cfg: EvalConfig) -> None:
             raise UserError(
                 f"benchmark {benchmark.name}: num_samples {benchmark.num_samples}: at temperature 0 all are the same"
             )
-    if cfg.prompts_per_window < max(1, distributed.world_size()):
-        raise UserError(f"prompts_per_window: {cfg.prompts_per_window} is below the number of processes")
+    if cfg.prompts_per_window < 1:
+        raise UserError(f"prompts_per_window: {cfg.prompts_per_window} must be at least 1")
     if "sparse" in cfg.modes and (cfg.kv_cache is None or "budget" not in cfg.kv_cache.kwargs):
         raise UserError(f"mode: {cfg.mode} needs a kv_cache with a budget, as that of the run to be evaluated")
 
@@ -131,3 +131,13 @@ def windows(prompts: int, size: int) -> list[range]:
     count = -(-prompts // size)
     starts = [prompts * i // count for i in range(count + 1)]
     return [range(first, last) for first, last in pairwise(starts)]
+
+
+def check_windows(name: str, prompts: int, size: int) -> None:
+    """UserError where a window has no prompt for one of the processes."""
+    smallest = min(map(len, windows(prompts, size)))
+    if smallest < distributed.world_size():
+        raise UserError(
+            f"benchmark {name}: of {prompts} prompts with prompts_per_window {size} there are {smallest} in a window, "
+            f"fewer than the {distributed.world_size()} processes"
+        )

@@ -34,7 +34,7 @@ from sparrow.models.merge import merge_adapter
 from sparrow.models.tokenizer import tokenizer_of_model
 from sparrow.protocols import KVCache
 from sparrow.recipes.eval_benchmark import Task, load_task, plan_lines
-from sparrow.recipes.eval_config import EvalConfig, Mode, check, windows
+from sparrow.recipes.eval_config import EvalConfig, Mode, check, check_windows, windows
 from sparrow.recipes.eval_progress import SampleProgress
 from sparrow.recipes.eval_report import differences, result_of, tables, tokens_per_second, write_results
 from sparrow.recipes.eval_store import SampleStore
@@ -94,6 +94,7 @@ class SparrowEval:
     def _check_against_model(self) -> None:
         cfg, config = self.cfg, read_config(self.folder)
         for task in self.tasks:
+            check_windows(task.name, task.size, cfg.prompts_per_window)
             task.encode(self.tokenizer)
             for mode in cfg.modes:
                 task.check_fits(config, cfg.engine, self.caches[mode])
