@@ -20,7 +20,7 @@ from .conftest import HERE, metrics
 
 COMMON = ["steps=2", "validation=null"]
 LORA = "distiller={_component_: sparrow.components.distiller.LoRADistiller, learning_rate: 0.001, rank: 4}"
-TIMES = ("time/", "tokens_per_second", "train/mfu")
+TIMES = ("time/", "time_share/", "tokens_per_second", "train/mfu", "speedup/", "memory/")
 
 
 def comparable(folder):

@@ -20,7 +20,7 @@ from sparrow.recipes.sparrow_grpo import SparrowGRPO
 from .conftest import metrics
 
 # Of val/, because the last step of each part has a validation of its own.
-NOT_COMPARED = ("time/", "tokens_per_second", "train/mfu", "val/")
+NOT_COMPARED = ("time/", "time_share/", "tokens_per_second", "train/mfu", "val/", "speedup/", "memory/")
 LORA = ["distiller={_component_: sparrow.components.distiller.LoRADistiller, learning_rate: 0.001, rank: 4}"]
 CONTROLLER = [
     "kv_cache.budget._component_=sparrow.components.tail_controller.TailController",
