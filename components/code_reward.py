@@ -1,0 +1,113 @@
+"""The reward for programs: the share of tests that a program passes, or whether it passes them all.
+
+Programs are untrusted. They run in `sparrow.sandbox`; what a test expects stays in this process and is compared here,
+so that all a program can do to score is to give the right outputs. docs/tasks.md says what contains them.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sparrow.components.code_tests import CodeTests, passes, read_tests
+from sparrow.errors import UserError
+from sparrow.sandbox import Failure, ProgramRun, Sandbox, SandboxError
+
+OUTCOMES = ("passed", "failed", "no_answer", "timeout", "error")
+Outcome = Literal["passed", "failed", "no_answer", "timeout", "error"]
+_TIMEOUTS = 2  # after so many the rest of a program's tests are taken for timed out
+_FENCE = re.compile(r"^([ \t]*)```+[ \t]*([\w+-]*)[^`\n]*$", re.MULTILINE)
+_PYTHON = ("python", "python3", "py")
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    outcome: Outcome
+    reward: float | None
+
+
+class CodeReward:
+    """Runs the program of each response against the example's tests (column `tests`).
+
+    Outcomes, in `counts` after each call: "passed" (every test), "failed" (a wrong output, an exception, too much
+    memory or output), "timeout" (as failed, because of the time), "no_answer" (no program in the response), and
+    "error" (the sandbox failed: the reward is None).
+
+    Args:
+        mode: "all": 1.0 if every test passes, else 0.0, and the first failure ends it; "fraction": the share of tests
+            that pass.
+        timeout: seconds of the clock for each test.
+        memory_mb: of a program, see `sparrow.sandbox.limits`.
+        max_tests: of an example that has more, so many are run, evenly spaced from the first to the last; None runs all.
+        workers: programs that run at a time.
+        weight: factor in the sum of rewards.
+
+    Raises:
+        UserError: this machine cannot isolate programs; an argument out of its range.
+    """
+
+    def __init__(
+        self,
+        mode: Literal["all", "fraction"] = "all",
+        timeout: float = 6.0,
+        memory_mb: int = 1024,
+        max_tests: int | None = 32,
+        workers: int = 4,
+        weight: float = 1.0,
+    ) -> None:
+        if mode not in ("all", "fraction"):
+            raise UserError(f"mode must be 'all' or 'fraction', got {mode!r}")
+        if max_tests is not None and max_tests < 1:
+            raise UserError(f"max_tests must be at least 1, got {max_tests}")
+        self.name, self.weight = "code", weight
+        self.counts: dict[str, int] = dict.fromkeys(OUTCOMES, 0)
+        self._mode, self._max_tests = mode, max_tests
+        self._sandbox = Sandbox(timeout=timeout, memory_mb=memory_mb, workers=workers)
+
+    def __call__(self, completions: list[str], /, **columns: list[Any]) -> list[float | None]:
+        """Raises: UserError: there is no column `tests`."""
+        if "tests" not in columns:
+            raise UserError(f"code reward: the data has no column 'tests'; there are {', '.join(columns) or 'none'}")
+        verdicts = self._sandbox.map(self._judge, list(zip(completions, columns["tests"], strict=True)))
+        self.counts = {name: sum(verdict.outcome == name for verdict in verdicts) for name in OUTCOMES}
+        return [verdict.reward for verdict in verdicts]
+
+    def problems(self, columns: dict[str, list[Any]]) -> list[str | None]:
+        """Per example why its tests cannot be used."""
+        if "tests" not in columns:
+            raise UserError(f"code reward: the data has no column 'tests'; there are {', '.join(columns) or 'none'}")
+        return [_problem(tests) for tests in columns["tests"]]
+
+    def close(self) -> None:
+        self._sandbox.close()
+
+    def describe(self) -> list[str]:
+        """What contains programs on this machine, in lines for a log."""
+        return self._sandbox.describe()
+
+    def _judge(self, item: tuple[str, Any]) -> _Verdict:
+        completion, column = item
+        program = extract_program(completion)
+        if program is None:
+            return _Verdict("no_answer", 0.0)
+        try:
+            return self._test(program, read_tests(column).spread(self._max_tests))
+        except (SandboxError, ValueError):  # tests that cannot be used are the data's fault, not the answer's
+            return _Verdict("error", None)
+
+    def _test(self, program: str, tests: CodeTests) -> _Verdict:
+        passed, timeouts = 0, 0
+        for input_, output in zip(tests.inputs, tests.outputs, strict=True):
+            if tests.entry_point is None:
+                given: ProgramRun | Any = self._sandbox.run_program(program, input_)
+            else:
+                given = self._sandbox.call(program, tests.entry_point, input_)
+            timeouts += isinstance(given, ProgramRun | Failure) and given.status == "timeout"
+            passed += passes(given, output, tests.tolerance)
+            if timeouts == _TIMEOUTS or (self._mode == "all" and not passed == _tests_run(passed, given, output, tests)):
+                break
+        count = len(tests.inputs)
+        outcome: Outcome = "passed" if passed == count else "timeout" if timeouts else "failed"
+        return _Verdict(outcome, float(passed == count) if self._mode == "all" else passed / count)
