@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from sparrow.components.code_tests import CodeTests, passes, read_tests
 from sparrow.errors import UserError
-from sparrow.sandbox import Failure, ProgramRun, Sandbox, SandboxError
+from sparrow.sandbox import Sandbox, SandboxError
 
 OUTCOMES = ("passed", "failed", "no_answer", "timeout", "error")
 Outcome = Literal["passed", "failed", "no_answer", "timeout", "error"]
 _TIMEOUTS = 2  # after so many the rest of a program's tests are taken for timed out
-_FENCE = re.compile(r"^([ \t]*)```+[ \t]*([\w+-]*)[^`\n]*$", re.MULTILINE)
+_OPENING = re.compile(r"(```+)[ \t]*([\w+-]*)[^`]*")
 _PYTHON = ("python", "python3", "py")
 
 
@@ -40,7 +41,8 @@ class CodeReward:
             that pass.
         timeout: seconds of the clock for each test.
         memory_mb: of a program, see `sparrow.sandbox.limits`.
-        max_tests: of an example that has more, so many are run, evenly spaced from the first to the last; None runs all.
+        max_tests: of an example that has more, so many are run, evenly spaced from the first to the last; None runs
+            all.
         workers: programs that run at a time.
         weight: factor in the sum of rewards.
 
@@ -100,14 +102,59 @@ class CodeReward:
     def _test(self, program: str, tests: CodeTests) -> _Verdict:
         passed, timeouts = 0, 0
         for input_, output in zip(tests.inputs, tests.outputs, strict=True):
-            if tests.entry_point is None:
-                given: ProgramRun | Any = self._sandbox.run_program(program, input_)
-            else:
-                given = self._sandbox.call(program, tests.entry_point, input_)
-            timeouts += isinstance(given, ProgramRun | Failure) and given.status == "timeout"
-            passed += passes(given, output, tests.tolerance)
-            if timeouts == _TIMEOUTS or (self._mode == "all" and not passed == _tests_run(passed, given, output, tests)):
+            given = self._run(program, tests.entry_point, input_)
+            if passes(given, output, tests.tolerance):
+                passed += 1
+                continue
+            timeouts += getattr(given, "status", None) == "timeout"
+            if self._mode == "all" or timeouts == _TIMEOUTS:
                 break
-        count = len(tests.inputs)
-        outcome: Outcome = "passed" if passed == count else "timeout" if timeouts else "failed"
-        return _Verdict(outcome, float(passed == count) if self._mode == "all" else passed / count)
+        complete = passed == len(tests.inputs)
+        outcome: Outcome = "passed" if complete else "timeout" if timeouts else "failed"
+        return _Verdict(outcome, float(complete) if self._mode == "all" else passed / len(tests.inputs))
+
+    def _run(self, program: str, entry_point: str | None, input_: Any) -> Any:
+        if entry_point is None:
+            return self._sandbox.run_program(program, input_)
+        return self._sandbox.call(program, entry_point, input_)
+
+
+def extract_program(completion: str) -> str | None:
+    """The last closed code block marked as Python, else the last without a mark; None where there is neither.
+
+    Only what follows the last `</think>` counts, and nothing within a thought that was not ended. A block that is not
+    closed is a response that was cut off: no answer.
+    """
+    answer = completion.rpartition("</think>")[2]
+    if "<think>" in answer:
+        return None
+    blocks = list(_blocks(answer))
+    for marks in (_PYTHON, ("",)):
+        chosen = [code for mark, code in blocks if mark in marks]
+        if chosen:
+            return textwrap.dedent(chosen[-1])
+    return None
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Mark and content of each closed code block."""
+    fence, mark = "", ""
+    lines: list[str] = []
+    for line in text.splitlines(keepends=True):
+        bare = line.strip()
+        if not fence:
+            if opening := _OPENING.fullmatch(bare):
+                fence, mark, lines = opening[1], opening[2].lower(), []
+        elif bare.startswith(fence) and not bare.strip("`"):
+            yield mark, "".join(lines)
+            fence = ""
+        else:
+            lines.append(line)
+
+
+def _problem(column: Any) -> str | None:
+    try:
+        read_tests(column)
+    except ValueError as error:
+        return str(error)
+    return None

@@ -59,19 +59,19 @@ def read_tests(column: Any) -> CodeTests:
     if not isinstance(tolerance, int | float) or not 0 <= tolerance < math.inf:
         raise ValueError(f"tests.tolerance must be a number of at least 0, not {tolerance!r:.60}")
     if style == "stdin":
+        if entry_point is not None:
+            raise ValueError("tests.entry_point is for the style 'call'")
         if not all(isinstance(text, str) for text in (*inputs, *outputs)):
             raise ValueError("tests.inputs and tests.outputs must be text in the style 'stdin'")
-        tests = CodeTests(inputs, outputs, None, float(tolerance))
     else:
         if not isinstance(entry_point, str) or not all(part.isidentifier() for part in entry_point.split(".")):
             raise ValueError(f"tests.entry_point must name a function, not {entry_point!r:.60}")
         if not all(isinstance(arguments, list) for arguments in inputs):
             raise ValueError("tests.inputs must be lists of arguments in the style 'call'")
-        tests = CodeTests(inputs, [_decoded(value) for value in outputs], entry_point, float(tolerance))
-        tests = CodeTests([_decoded(value) for value in inputs], tests.outputs, entry_point, tests.tolerance)
-    if not any(output is not None and output != "" and str(output).strip() for output in tests.outputs):
+        inputs, outputs = ([_decoded(value) for value in values] for values in (inputs, outputs))
+    if all(output is None or (isinstance(output, str) and not output.strip()) for output in outputs):
         raise ValueError("every expected output is empty, so that a program that does nothing would pass")
-    return tests
+    return CodeTests(inputs, outputs, entry_point, float(tolerance))
 
 
 def passes(given: Any, expected: Any, tolerance: float) -> bool:

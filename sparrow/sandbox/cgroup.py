@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 _BASE_MB = 64  # for the zygote, and the kernel's own memory
 _BASE_PROCESSES = 4
+_REMOVE_SECONDS = 5.0
 _number = itertools.count()
 
 
@@ -52,21 +55,38 @@ class ControlGroup:
             (folder / "cgroup.procs").write_text(str(pid))
 
     def remove(self) -> None:
-        """After its processes are gone."""
+        """As soon as its processes are gone, which were killed before; the next start tries again for what stays."""
+        end = time.monotonic() + _REMOVE_SECONDS
         for folder in self.folders:
-            folder.rmdir()
+            while not _removed(folder) and time.monotonic() < end:
+                time.sleep(0.01)
 
 
 def _make(controller: str, name: str) -> Path | None:
     parent = _own_group(controller)
     if parent is None or not os.access(parent / "cgroup.procs", os.W_OK):
         return None
+    for left in parent.glob("sparrow-*-*"):
+        owner = re.fullmatch(r"sparrow-(\d+)-\d+", left.name)
+        if owner and not Path(f"/proc/{owner[1]}").exists():
+            _removed(left)  # of a trainer that was killed
     folder = parent / name
     try:
         folder.mkdir(exist_ok=True)
     except OSError:
         return None
     return folder
+
+
+def _removed(folder: Path) -> bool:
+    """False where it has processes still."""
+    try:
+        folder.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def _set(folder: Path, files: tuple[str, ...], value: int) -> bool:

@@ -31,7 +31,7 @@ attempts = {
     "writing outside its home": lambda: open("/file", "w"),
     "opening a network socket": lambda: socket.socket(socket.AF_INET),
     "becoming root": lambda: os.setuid(0),
-    "mounting": lambda: c_call("mount", b"none", b"/tmp", b"tmpfs", 0, None),
+    "mounting": lambda: c_call("mount", b"none", b"/box", b"tmpfs", 0, None),
     "making namespaces": lambda: c_call("unshare", 0x10000000),
     "tracing a process": lambda: c_call("ptrace", 0, 0, 0, 0),
 }
@@ -40,7 +40,7 @@ if os.getpid() != 2:
     open_.append("a PID namespace of the host's")
 if os.getuid() == 0 or os.geteuid() == 0:
     open_.append("being root")
-open("/tmp/file", "w").write("x")
+open("file", "w").write("x")
 print(json.dumps(open_))
 """
 

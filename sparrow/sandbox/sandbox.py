@@ -113,8 +113,8 @@ class Sandbox:
             SandboxError: no fault of the program's.
         """
         ending = self._run({"source": program}, stdin.encode("utf-8", "surrogateescape"))
-        texts = (content.decode("utf-8", "replace") for content in (ending.stdout, ending.stderr))
-        return ProgramRun(_status(ending), ending.code, *texts, ending.seconds, ending.cpu_seconds)
+        stdout, stderr = (content.decode("utf-8", "replace") for content in (ending.stdout, ending.stderr))
+        return ProgramRun(_status(ending), ending.code, stdout, stderr, ending.seconds, ending.cpu_seconds)
 
     def call_function(self, program: str, entry_point: str, list_of_args: Sequence[Sequence[Any]]) -> list[Any]:
         """Calls a program's function with each list of arguments, every time in a process of its own.

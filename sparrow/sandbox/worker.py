@@ -13,7 +13,6 @@ import selectors
 import socket
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import Any, Literal
 
 from sparrow.errors import UserError
 from sparrow.sandbox.cgroup import ControlGroup
+from sparrow.sandbox.inside.root import HOME
 from sparrow.sandbox.limits import Limits
 from sparrow.sandbox.refusal import refusal
 
@@ -30,6 +30,7 @@ _START_SECONDS = 60.0
 _GRACE_SECONDS = 30.0  # for a zygote on a loaded machine, after the time of a program is over
 _NOBODY = 65534
 _CHUNK = 1 << 16
+_SYSTEM_PATHS = ("/bin", "/lib", "/lib64", "/usr/bin", "/usr/lib", "/usr/lib64")
 # Kept small: what is imported here, every program finds imported, and each fork copies its page tables.
 _PRELOAD = ("bisect", "collections", "functools", "heapq", "itertools", "json", "math", "random", "re", "string")
 
@@ -91,7 +92,7 @@ class Worker:
         with theirs:
             self._process = subprocess.Popen(
                 _command(theirs.fileno()),
-                env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp", "PYTHONHASHSEED": "0"},
+                env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": HOME, "TMPDIR": HOME, "PYTHONHASHSEED": "0"},
                 cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()], start_new_session=True,
             )  # fmt: skip
@@ -141,7 +142,8 @@ class Worker:
         self.group.add(self.pid)
         self._control.settimeout(_START_SECONDS)
         config = {
-            "limits": vars(self._limits), "paths": _interpreter_paths(), "binds": list(binds), "uid": _NOBODY,
+            "limits": vars(self._limits), "paths": _interpreter_paths(),
+            "hidden": _package_paths(), "binds": list(binds), "uid": _NOBODY,
             "python_path": list(python_path), "preload": [*_PRELOAD, *preload],
         }  # fmt: skip
         self._send(json.dumps(config).encode(), [])
@@ -229,10 +231,19 @@ def _base_interpreter() -> str:
 
 
 def _interpreter_paths() -> list[str]:
-    base = os.path.realpath(sys.base_prefix)
-    standard = [os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
-    own = [f"{base}/bin", f"{base}/lib", *standard]
-    return [*own, "/bin", "/lib", "/lib64", "/usr/bin", "/usr/lib", "/usr/lib64"]
+    # Not `sys.prefix`, nor what `sysconfig` says of it: a virtual environment is the project's.
+    bases = {os.path.realpath(path) for path in (sys.base_prefix, sys.base_exec_prefix)}
+    own = [f"{base}/{folder}" for base in sorted(bases) for folder in ("bin", "lib", "lib64")]
+    return [*own, _standard_library(), *_SYSTEM_PATHS]
+
+
+def _package_paths() -> list[str]:
+    """What is installed for the base interpreter, within its own paths: the project too, where there is no other."""
+    return [*(f"{_standard_library()}/{name}-packages" for name in ("site", "dist")), "/usr/lib/python3/dist-packages"]
+
+
+def _standard_library() -> str:
+    return os.path.dirname(os.path.realpath(os.__file__))
 
 
 def _map_users(pid: int) -> None:

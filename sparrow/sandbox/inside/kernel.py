@@ -9,7 +9,7 @@ import struct
 NEW_MOUNT, NEW_UTS, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = (
     0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 )  # fmt: skip
-MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 0x1000, 0x4000, 0x40000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 0x1000, 0x4000, 0x40000
 ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV, ATTR_NOEXEC = 1, 2, 4, 8
 _AT_FDCWD, _AT_RECURSIVE, _MNT_DETACH = -100, 0x8000, 2
 _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 24, 38
@@ -21,17 +21,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class StepError(Exception):
-    """A step of the isolation that the kernel refused."""
-
-    def __init__(self, step: str, number: int) -> None:
-        super().__init__(f"{step}: {os.strerror(number)}")
-        self.step, self.number = step, number
+    """A step of the isolation that the kernel refused, and its answer."""
 
 
 def check(result: int, step: str) -> None:
     """Raises what errno says where a C function returned -1."""
     if result < 0:
-        raise StepError(step, ctypes.get_errno())
+        raise StepError(f"{step}: {os.strerror(ctypes.get_errno())}")
 
 
 def unshare(flags: int, step: str) -> None:

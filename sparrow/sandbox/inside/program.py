@@ -55,11 +55,13 @@ def run(job: dict[str, Any], result: int) -> None:
 def _open_streams() -> None:
     """As the interpreter does at its start."""
     sys.argv = [""]
-    sys.stdin = sys.__stdin__ = io.TextIOWrapper(open(0, "rb"), encoding="utf-8", errors="surrogateescape")
-    sys.stdout = sys.__stdout__ = io.TextIOWrapper(open(1, "wb"), encoding="utf-8", errors="surrogateescape")
-    sys.stderr = sys.__stderr__ = io.TextIOWrapper(
-        open(2, "wb"), encoding="utf-8", errors="backslashreplace", line_buffering=True
-    )
+    for number, name, errors in ((0, "stdin", "surrogateescape"), (1, "stdout", "surrogateescape"),
+                                 (2, "stderr", "backslashreplace")):  # fmt: skip
+        raw = io.FileIO(number, "r" if number == 0 else "w", closefd=False)
+        buffer = io.BufferedReader(raw) if number == 0 else io.BufferedWriter(raw)
+        stream = io.TextIOWrapper(buffer, encoding="utf-8", errors=errors, line_buffering=number == 2)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
 
 
 def _execute(source: str, name: str, names: dict[str, Any]) -> dict[str, Any]:

@@ -7,17 +7,18 @@ from collections.abc import Sequence
 
 from . import kernel
 
-HOME = "/tmp"  # of every program: a tmpfs of its own, mounted anew for each
+HOME = "/box"  # of every program: a tmpfs of its own, mounted anew for each
 _OLD = "/host"
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _LOADER_CACHE = "/etc/ld.so.cache"
 
 
-def enter(paths: Sequence[str], binds: Sequence[str]) -> None:
+def enter(paths: Sequence[str], hidden: Sequence[str], binds: Sequence[str]) -> None:
     """Leaves the host's tree for good.
 
     Args:
         paths: what the interpreter needs; those that do not exist are left out, and links stay links.
+        hidden: folders in them that are to look empty.
         binds: what the caller wants to be visible besides; all exist.
     """
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
@@ -33,11 +34,15 @@ def enter(paths: Sequence[str], binds: Sequence[str]) -> None:
             os.symlink(os.readlink(_OLD + path), path)
         else:
             _bind(path, kernel.ATTR_NODEV)
+    for path in filter(os.path.isdir, hidden):
+        kernel.mount("tmpfs", path, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_RDONLY, "mode=755,size=4k")
     for path in binds:
         _bind(path, kernel.ATTR_NODEV)
     for device in _DEVICES:
         _bind(device, kernel.ATTR_NOEXEC)
-    os.makedirs(HOME, exist_ok=True)
+    os.mkdir(HOME)
+    if not os.path.exists("/tmp"):  # else a bind lies below it
+        os.symlink(HOME, "/tmp")
     os.symlink(HOME, "/dev/shm")  # where POSIX semaphores and shared memory live; there they count as files do
     kernel.unmount(_OLD)
     os.rmdir(_OLD)

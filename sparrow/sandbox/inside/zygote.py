@@ -15,6 +15,7 @@ a program: text and input pass by as descriptors, so that no program finds anoth
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -46,11 +47,11 @@ def main(descriptor: int) -> None:
         site.setquit()  # `exit` and `quit`, which the interpreter's -S left out
         for name in config["preload"]:
             importlib.import_module(name)
-    except kernel.StepError as error:
-        _send(control, {"failed": error.step, "errno": error.number})
-        return
     except Exception as error:
-        _send(control, {"failed": f"{type(error).__name__}: {error}", "errno": getattr(error, "errno", None)})
+        _send(
+            control,
+            {"failed": str(error) if isinstance(error, kernel.StepError) else f"{type(error).__name__}: {error}"},
+        )
         return
     gc.collect()
     gc.freeze()
@@ -72,7 +73,7 @@ def _isolate(control: socket.socket, config: dict[str, Any]) -> int:
     os.umask(0o022)
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # before the trainer, where the machine runs out of memory
-    if os.geteuid() == 0:
+    with contextlib.suppress(PermissionError):  # where it is not allowed, the user's groups stay, but see no file
         os.setgroups([])
     kernel.unshare(kernel.NEW_USER | kernel.NEW_PID, "unshare the user and PID namespaces")
     _send(control, {"map": True})
@@ -83,7 +84,7 @@ def _isolate(control: socket.socket, config: dict[str, Any]) -> int:
     spaces = kernel.NEW_MOUNT | kernel.NEW_NET | kernel.NEW_UTS | kernel.NEW_IPC
     kernel.unshare(spaces, "unshare the mount, network, UTS and IPC namespaces")
     socket.sethostname("sandbox")
-    root.enter(config["paths"], config["binds"])
+    root.enter(config["paths"], config["hidden"], config["binds"])
     sys.path[:0] = config["python_path"]
     kernel.drop_bounding_set()
     return own_pid_namespace
