@@ -30,7 +30,7 @@ class _Verdict:
 
 
 class CodeReward:
-    """Runs the program of each response against the example's tests (column `tests`).
+    """Runs the program of each response against the example's tests (column `tests`; None: not applicable).
 
     Outcomes, in `counts` after each call: "passed" (every test), "failed" (a wrong output, an exception, too much
     memory or output), "timeout" (as failed, because of the time), "no_answer" (no program in the response), and
@@ -72,15 +72,22 @@ class CodeReward:
         """Raises: UserError: there is no column `tests`."""
         if "tests" not in columns:
             raise UserError(f"code reward: the data has no column 'tests'; there are {', '.join(columns) or 'none'}")
-        verdicts = self._sandbox.map(self._judge, list(zip(completions, columns["tests"], strict=True)))
-        self.counts = {name: sum(verdict.outcome == name for verdict in verdicts) for name in OUTCOMES}
-        return [verdict.reward for verdict in verdicts]
+        rows = list(zip(completions, columns["tests"], strict=True))
+        verdicts = iter(self._sandbox.map(self._judge, [row for row in rows if row[1] is not None]))
+        self.counts = dict.fromkeys(OUTCOMES, 0)
+        rewards: list[float | None] = []
+        for _, tests in rows:
+            verdict = next(verdicts) if tests is not None else None
+            rewards.append(verdict and verdict.reward)
+            if verdict:
+                self.counts[verdict.outcome] += 1
+        return rewards
 
     def problems(self, columns: dict[str, list[Any]]) -> list[str | None]:
-        """Per example why its tests cannot be used."""
+        """Per example why its tests cannot be used; None too where it has none."""
         if "tests" not in columns:
             raise UserError(f"code reward: the data has no column 'tests'; there are {', '.join(columns) or 'none'}")
-        return [_problem(tests) for tests in columns["tests"]]
+        return [None if tests is None else _problem(tests) for tests in columns["tests"]]
 
     def close(self) -> None:
         self._sandbox.close()

@@ -113,6 +113,8 @@ class Worker:
         """
         pipes = [os.pipe() for _ in range(3)]
         readers = [reader for reader, _ in pipes]
+        for reader in readers:
+            os.set_blocking(reader, False)
         try:
             try:
                 self._send(b"run", [job, stdin, *(writer for _, writer in pipes)])
@@ -211,8 +213,14 @@ class Worker:
 
 
 def _read(descriptor: int, content: bytearray, limit: int) -> bool:
-    """One chunk more; False at the end, or above the limit."""
-    chunk = os.read(descriptor, _CHUNK)
+    """One chunk more; False where there is none, or above the limit.
+
+    The end cannot be waited for: a process that this one forked meanwhile may hold the pipe open too.
+    """
+    try:
+        chunk = os.read(descriptor, _CHUNK)
+    except BlockingIOError:
+        return False
     content += chunk
     return bool(chunk) and len(content) <= limit
 
@@ -223,10 +231,11 @@ def _command(descriptor: int) -> list[str]:
         f"import sys; sys.path.insert(0, {str(_HERE)!r}); from inside import zygote; sys.path.pop(0); "
         f"zygote.main({descriptor})"
     )
-    return [_base_interpreter(), "-s", "-S", "-P", "-B", "-c", code]
+    return [base_interpreter(), "-s", "-S", "-P", "-B", "-c", code]
 
 
-def _base_interpreter() -> str:
+def base_interpreter() -> str:
+    """The Python that a virtual environment was made from; itself where there is none."""
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 

@@ -65,10 +65,16 @@ def test_time_outs_score_nothing_and_are_counted() -> None:
 
 
 def test_unusable_tests_are_an_error_and_no_reward(reward: CodeReward) -> None:
-    assert reward([fenced(READS)], tests=[None]) == [None]
+    assert reward([fenced(READS)], tests=[{}]) == [None]
     assert reward.counts["error"] == 1
     with pytest.raises(UserError, match="no column 'tests'; there are answer"):
         reward(["x"], answer=["y"])
+
+
+def test_examples_without_tests_are_not_applicable(reward: CodeReward) -> None:
+    assert reward([fenced(READS), fenced(READS), "x"], tests=[None, SUM, None]) == [None, 1.0, None]
+    assert sum(reward.counts.values()) == reward.counts["passed"] == 1
+    assert reward.problems({"tests": [None, {}]})[0] is None
 
 
 def test_no_completions(reward: CodeReward) -> None:

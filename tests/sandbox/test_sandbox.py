@@ -249,6 +249,30 @@ def test_binds_python_path_and_preload(tmp_path: Path) -> None:
         Sandbox(preload=["nowhere"])
 
 
+def test_a_trainer_with_many_descriptors_hands_none_down() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    for descriptor in held:
+        os.set_inheritable(descriptor, True)
+    sandbox = Sandbox(timeout=60)
+    try:
+        program = textwrap.dedent("""
+            import os
+            for number in range(4, 4096):
+                try:
+                    print(number, os.fstat(number))
+                except OSError:
+                    pass
+        """)
+        assert sandbox.run_program(program).stdout == ""
+    finally:
+        sandbox.close()
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_several_at_a_time_from_several_threads() -> None:
     sandbox = Sandbox(timeout=60, workers=3)
     try:

@@ -32,13 +32,18 @@ from typing import Any
 from . import filter as syscalls
 from . import kernel, program, root
 
+_CONTROL = 3
 _DESCRIPTORS = 5  # of a run: job, stdin, stdout, stderr, result
 _FILTER = syscalls.filter_program()
+_PAST_ALL = 256  # the zygote has a dozen descriptors
 _SETUP_FAILED = 250  # exit code of PID 1, next to a report
 
 
 def main(descriptor: int) -> None:
-    control = socket.socket(fileno=descriptor)
+    # However many descriptors the trainer has: what a program closes below has to reach all of this process's.
+    control = socket.socket(fileno=os.dup2(descriptor, _CONTROL))
+    if descriptor != _CONTROL:
+        os.close(descriptor)
     config = json.loads(control.recv(1 << 20))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)  # PID 1 must have no handler: those without one do not reach it
@@ -171,7 +176,7 @@ def _first_process(config: dict[str, Any], descriptors: list[int], report: int) 
         os._exit(_SETUP_FAILED)
     if child == 0:
         _become_program(descriptors)
-    os.closerange(0, 1024)
+    os.closerange(0, _PAST_ALL)
     while True:
         pid, status = os.wait()
         if pid == child:
@@ -195,7 +200,7 @@ def _set_limits(limits: dict[str, Any]) -> None:
         (resource.RLIMIT_AS, (limits["memory_mb"] + 1024) * megabyte),
         (resource.RLIMIT_NPROC, limits["processes"]),
         (resource.RLIMIT_FSIZE, limits["disk_mb"] * megabyte),
-        (resource.RLIMIT_NOFILE, 256),
+        (resource.RLIMIT_NOFILE, _PAST_ALL),
         (resource.RLIMIT_CPU, seconds),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_STACK, 64 * megabyte),
@@ -213,6 +218,6 @@ def _become_program(descriptors: list[int]) -> None:
     job = json.loads(os.pread(job_at, size, 0))
     for target, source in enumerate(streams):
         os.dup2(source, target)
-    result = os.dup2(result, 3)
-    os.closerange(4, 1024)
+    result = os.dup2(result, _CONTROL)  # in its place: what was received has higher numbers
+    os.closerange(_CONTROL + 1, _PAST_ALL)
     program.run(job, result)
