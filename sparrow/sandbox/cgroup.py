@@ -10,6 +10,7 @@ import itertools
 import os
 import re
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,43 +22,38 @@ _number = itertools.count()
 
 @dataclass(frozen=True)
 class ControlGroup:
-    """Its folders: one for each of version 1's controllers, or one of version 2.
+    """Its folders, by what they bound: "memory", "pids". Two with version 1, the same with version 2."""
 
-    Attributes:
-        bounds: what is in force: "memory", "pids".
-    """
-
-    folders: tuple[Path, ...]
-    bounds: tuple[str, ...]
+    folders: Mapping[str, Path]
 
     @classmethod
     def create(cls, memory_mb: int, processes: int) -> ControlGroup:
         """One with whatever this process may bound; without folders where that is nothing."""
-        folders: list[Path] = []
-        bounds: list[str] = []
+        memory = (memory_mb + _BASE_MB) << 20
+        # The file that has to be there, and those that may be; in both versions' names.
         wanted = {
-            "memory": (("memory.limit_in_bytes", "memory.max"), (memory_mb + _BASE_MB) << 20),
-            "pids": (("pids.max",), processes + _BASE_PROCESSES),
-        }
+            "memory": [("memory.limit_in_bytes", memory), ("memory.memsw.limit_in_bytes", memory),
+                       ("memory.max", memory), ("memory.swap.max", 0)],
+            "pids": [("pids.max", processes + _BASE_PROCESSES)],
+        }  # fmt: skip
         name = f"sparrow-{os.getpid()}-{next(_number)}"
-        for controller, (files, value) in wanted.items():
+        folders = {}
+        for controller, settings in wanted.items():
             folder = _make(controller, name)
-            if folder is None:
-                continue
-            if folder not in folders:
-                folders.append(folder)
-            if _set(folder, files, value):
-                bounds.append(controller)
-        return cls(tuple(folders), tuple(bounds))
+            if folder is not None and _set(folder, settings):
+                folders[controller] = folder
+            elif folder is not None and folder not in folders.values():
+                _removed(folder)
+        return cls(folders)
 
-    def add(self, pid: int) -> None:
-        for folder in self.folders:
-            (folder / "cgroup.procs").write_text(str(pid))
+    def with_process(self, pid: int) -> ControlGroup:
+        """Puts a process into it; what refuses to take it is no longer a part of the group."""
+        return ControlGroup({name: folder for name, folder in self.folders.items() if _add(folder, pid)})
 
     def remove(self) -> None:
         """As soon as its processes are gone, which were killed before; the next start tries again for what stays."""
         end = time.monotonic() + _REMOVE_SECONDS
-        for folder in self.folders:
+        for folder in self.folders.values():
             while not _removed(folder) and time.monotonic() < end:
                 time.sleep(0.01)
 
@@ -89,12 +85,20 @@ def _removed(folder: Path) -> bool:
     return True
 
 
-def _set(folder: Path, files: tuple[str, ...], value: int) -> bool:
-    for file in files:
-        if (folder / file).exists():
-            (folder / file).write_text(str(value))
-            return True
-    return False
+def _set(folder: Path, settings: Sequence[tuple[str, int]]) -> bool:
+    """False where the folder's controller is not handed down to it, so that it has none of the files."""
+    there = [(folder / file, value) for file, value in settings if (folder / file).exists()]
+    for path, value in there:
+        path.write_text(str(value))
+    return bool(there)
+
+
+def _add(folder: Path, pid: int) -> bool:
+    try:
+        (folder / "cgroup.procs").write_text(str(pid))
+    except OSError:
+        return False
+    return True
 
 
 def _own_group(controller: str) -> Path | None:

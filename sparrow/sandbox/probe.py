@@ -12,7 +12,9 @@ if typing.TYPE_CHECKING:
 
 # Prints the barriers that it found open.
 _PROBE = """
-import ctypes, json, os, socket
+import ctypes, json, os, socket, struct
+
+libc = ctypes.CDLL(None, use_errno=True)
 
 def works(action):
     try:
@@ -22,8 +24,18 @@ def works(action):
     return True
 
 def c_call(name, *arguments):
-    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
+    if getattr(libc, name)(*arguments):
         raise OSError(ctypes.get_errno(), name)
+
+def capabilities():
+    held = ctypes.create_string_buffer(24)
+    c_call("capget", struct.pack("Ii", 0x20080522, 0), held)
+    if not any(held.raw):
+        raise OSError("none")
+
+def privileges_of_programs():
+    if libc.prctl(39, 0, 0, 0, 0) == 1:  # PR_GET_NO_NEW_PRIVS
+        raise OSError("none")
 
 attempts = {
     "seeing the host's files": lambda: os.stat("/etc/passwd"),
@@ -31,6 +43,8 @@ attempts = {
     "writing outside its home": lambda: open("/file", "w"),
     "opening a network socket": lambda: socket.socket(socket.AF_INET),
     "becoming root": lambda: os.setuid(0),
+    "holding capabilities": capabilities,
+    "gaining privileges by running a program": privileges_of_programs,
     "mounting": lambda: c_call("mount", b"none", b"/box", b"tmpfs", 0, None),
     "making namespaces": lambda: c_call("unshare", 0x10000000),
     "tracing a process": lambda: c_call("ptrace", 0, 0, 0, 0),

@@ -97,7 +97,7 @@ class Sandbox:
         for _ in range(workers - 1):
             self._workers.put(None)  # started when it is needed
         first = _started(self._new)
-        self._bounds = first.group.bounds
+        self._bounds = tuple(first.group.folders)
         self._workers.put(first)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="sandbox")
         try:

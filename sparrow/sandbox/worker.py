@@ -141,7 +141,7 @@ class Worker:
         return self._process.pid
 
     def _start(self, binds: Sequence[str], python_path: Sequence[str], preload: Sequence[str]) -> None:
-        self.group.add(self.pid)
+        self.group = self.group.with_process(self.pid)
         self._control.settimeout(_START_SECONDS)
         config = {
             "limits": vars(self._limits), "paths": _interpreter_paths(),

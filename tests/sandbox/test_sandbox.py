@@ -134,6 +134,31 @@ def test_what_hostile_programs_try_can_be_reached(host: Host) -> None:
     assert host.tcp.accept() and host.udp.recv(1) == b"x" and host.unix.accept()
 
 
+def test_memory_of_many_processes_together(sandbox: Sandbox) -> None:
+    """Bounded by a cgroup where there is one; and where there is none, `describe` says so."""
+    program = textwrap.dedent("""
+        import os, time
+        reader, writer = os.pipe()
+        for _ in range(6):
+            if os.fork() == 0:
+                held = b"x" * (120 << 20)
+                os.write(writer, b"x")
+                time.sleep(3)
+                os._exit(0)
+        os.close(writer)
+        held = 0
+        while os.read(reader, 1):
+            held += 1
+        print("REACHED 720 MB" if held == 6 else "killed")
+    """)
+    bounded = "memory" in _only_worker(sandbox).group.folders
+    assert ("REACHED" not in sandbox.run_program(program).stdout) == bounded
+    text = (
+        "a cgroup bounds a program's processes together" if bounded else "no cgroup can be made here: of each process"
+    )
+    assert text in sandbox.describe()[2]
+
+
 @pytest.mark.parametrize("case", ORDINARY, ids=lambda case: case[0])
 def test_ordinary_program(case: tuple[str, str, str, str], sandbox: Sandbox) -> None:
     _, program, stdin, stdout = case
