@@ -15,11 +15,13 @@ from typing import Any, Literal
 
 from sparrow.errors import UserError
 from sparrow.sandbox.inside.filter import supported
-from sparrow.sandbox.inside.values import decode, encode
+from sparrow.sandbox.inside.values import decode, encode, hashed_items
 from sparrow.sandbox.limits import Limits
 from sparrow.sandbox.probe import check_isolation
 from sparrow.sandbox.worker import Ending, Worker, WorkerDied, memory_file
 
+# Numbers that all have the same hash are easily found, and a set of n of them takes n² steps to build.
+_MOST_HASHED = 5000
 # "exited" with code 0; "failed" with another one, an exception, or killed by the kernel (memory, a crash).
 Status = Literal["exited", "failed", "timeout", "output"]
 
@@ -112,7 +114,7 @@ class Sandbox:
         Raises:
             SandboxError: no fault of the program's.
         """
-        ending = self._run({"source": program}, stdin.encode("utf-8", "surrogateescape"))
+        ending = self._run({"source": program}, stdin.encode("utf-8", "surrogatepass"))
         stdout, stderr = (content.decode("utf-8", "replace") for content in (ending.stdout, ending.stderr))
         return ProgramRun(_status(ending), ending.code, stdout, stderr, ending.seconds, ending.cpu_seconds)
 
@@ -125,7 +127,8 @@ class Sandbox:
             list_of_args: plain data, `sparrow.sandbox.inside.values` says which.
 
         Returns:
-            Per list of arguments the value that the function returned, plain data too, or a `Failure`.
+            Per list of arguments the value that the function returned, plain data too, with at most 5000 items in
+            sets and dicts; or a `Failure`.
 
         Raises:
             SandboxError: no fault of the program's.
@@ -144,6 +147,8 @@ class Sandbox:
             answer = json.loads(ending.result)
             if "error" in answer:
                 return Failure("failed", str(answer["error"])[:1000])
+            if hashed_items(answer["value"]) > _MOST_HASHED:
+                return Failure("failed", f"a value with more than {_MOST_HASHED} items in sets and dicts")
             return decode(answer["value"])
         # Whatever a program put into its place; all that these can do is fail.
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:

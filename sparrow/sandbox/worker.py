@@ -30,6 +30,11 @@ _START_SECONDS = 60.0
 _GRACE_SECONDS = 30.0  # for a zygote on a loaded machine, after the time of a program is over
 _NOBODY = 65534
 _CHUNK = 1 << 16
+_ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": HOME, "TMPDIR": HOME,
+    "PYTHONHASHSEED": "0",  # the order of a set is the same in every run
+    "OMP_NUM_THREADS": "1",
+}  # fmt: skip
 _SYSTEM_PATHS = ("/bin", "/lib", "/lib64", "/usr/bin", "/usr/lib", "/usr/lib64")
 # Kept small: what is imported here, every program finds imported, and each fork copies its page tables.
 _PRELOAD = ("bisect", "collections", "functools", "heapq", "itertools", "json", "math", "random", "re", "string")
@@ -80,7 +85,8 @@ class Worker:
         preload: modules that are imported once, before any program.
 
     Raises:
-        UserError: the kernel refuses a step of the isolation; says which, and which of its settings is why.
+        UserError: the kernel refuses a step of the isolation; says which, and which of its settings is why. Or a
+            module to preload cannot be imported.
     """
 
     def __init__(
@@ -92,7 +98,7 @@ class Worker:
         with theirs:
             self._process = subprocess.Popen(
                 _command(theirs.fileno()),
-                env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": HOME, "TMPDIR": HOME, "PYTHONHASHSEED": "0"},
+                env=_ENVIRONMENT,
                 cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()], start_new_session=True,
             )  # fmt: skip
@@ -158,6 +164,8 @@ class Worker:
         answer = self._answer()
         if "failed" in answer:
             raise UserError(refusal(answer["failed"]))
+        if "unloaded" in answer:
+            raise UserError(f"sandbox: preload: cannot import {answer['unloaded']}")
         assert what in answer, answer
 
     def _send(self, message: bytes, descriptors: list[int]) -> None:

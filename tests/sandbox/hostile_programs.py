@@ -193,7 +193,7 @@ print("REACHED" if {"proc", "home", "var", "sys"} & set(os.listdir(".")) else os
 """),
     Hostile("the environment", """
 import os
-names = set(os.environ) - {"PATH", "LANG", "HOME", "TMPDIR", "PYTHONHASHSEED", "LC_CTYPE"}
+names = set(os.environ) - {"PATH", "LANG", "HOME", "TMPDIR", "PYTHONHASHSEED", "OMP_NUM_THREADS"}
 print("REACHED" if names else "nothing", names)
 """),
     Hostile("writes into the tree", _TRY + """

@@ -172,6 +172,10 @@ def test_large_input_that_is_read_and_that_is_not(sandbox: Sandbox) -> None:
     assert sandbox.run_program("print('no')", text).stdout == "no\n"
 
 
+def test_input_that_is_no_unicode(sandbox: Sandbox) -> None:
+    assert sandbox.run_program("print(len(input()), input())", "\ud800\nx").stdout == "3 x\n"
+
+
 def test_exit_codes(sandbox: Sandbox) -> None:
     assert sandbox.run_program("import sys; print(1); sys.exit(3)").code == 3
     assert sandbox.run_program("import sys; sys.exit('a message')").stderr == "a message\n"
@@ -247,6 +251,9 @@ def test_call_function(sandbox: Sandbox) -> None:
         ('import os\nos.write(3, b\'{"value": {"!eval": []}}\')\nos._exit(0)', "no readable value: KeyError"),
         ("import os\nos.write(3, b'[]')\nos._exit(0)", "no readable value: TypeError"),
         ("import os\nos.write(3, b'{\"value\": ' + b'9' * 10000 + b'}')\nos._exit(0)", "no readable value: ValueError"),
+        ("def f(): return {k * (2**61 - 1) for k in range(6000)}", "a value with more than 5000 items in sets"),
+        ("def f(): return [{k: {k} for k in range(2501)}]", "a value with more than 5000 items in sets"),
+        ("print('\ud800')", "UnicodeEncodeError: "),
         ("import os\nos.write(3, b'\\xff')\nos._exit(0)", "no readable value: UnicodeDecodeError"),
     ],
 )
@@ -270,7 +277,9 @@ def test_binds_python_path_and_preload(tmp_path: Path) -> None:
         sandbox.close()
     with pytest.raises(UserError, match="must be absolute paths that exist, got 'x'"):
         Sandbox(binds=["x"])
-    with pytest.raises(UserError, match="ModuleNotFoundError: No module named 'nowhere'"):
+    with pytest.raises(
+        UserError, match="preload: cannot import nowhere: ModuleNotFoundError: No module named 'nowhere'"
+    ):
         Sandbox(preload=["nowhere"])
 
 

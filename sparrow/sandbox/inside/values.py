@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+_HASHED = ("!set", "!frozenset", "!dict")
 _LARGE = 10**300  # far below the number of digits that Python's JSON reader takes
 
 
@@ -60,6 +61,16 @@ def decode(data: Any) -> Any:
         if tag.startswith("!"):
             return _TAGS[tag](content)
     return {key: decode(item) for key, item in data.items()}
+
+
+def hashed_items(data: Any) -> int:
+    """How many items `decode` would put into sets and dicts at most, those whose keys are no plain text."""
+    if isinstance(data, list):
+        return sum(hashed_items(item) for item in data)
+    if not isinstance(data, dict):
+        return 0
+    own = sum(len(content) for tag, content in data.items() if tag in _HASHED and isinstance(content, list))
+    return own + sum(hashed_items(item) for item in data.values())
 
 
 def _items(content: Any) -> list[Any]:

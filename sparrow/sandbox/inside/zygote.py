@@ -49,15 +49,17 @@ def main(descriptor: int) -> None:
         signal.signal(number, signal.SIG_DFL)  # PID 1 must have no handler: those without one do not reach it
     try:
         own_pid_namespace = _isolate(control, config)
-        site.setquit()  # `exit` and `quit`, which the interpreter's -S left out
-        for name in config["preload"]:
-            importlib.import_module(name)
     except Exception as error:
-        _send(
-            control,
-            {"failed": str(error) if isinstance(error, kernel.StepError) else f"{type(error).__name__}: {error}"},
-        )
+        step = str(error) if isinstance(error, kernel.StepError) else f"{type(error).__name__}: {error}"
+        _send(control, {"failed": step})
         return
+    site.setquit()  # `exit` and `quit`, which the interpreter's -S left out
+    for name in config["preload"]:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            _send(control, {"unloaded": f"{name}: {type(error).__name__}: {error}"})
+            return
     gc.collect()
     gc.freeze()
     _send(control, {"ready": True})
