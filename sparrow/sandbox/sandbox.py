@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from sparrow.sandbox.worker import Ending, Worker, WorkerDied, memory_file
 
 # Numbers that all have the same hash are easily found, and a set of n of them takes n² steps to build.
 _MOST_HASHED = 5000
+_ATTEMPTS = 2
 # "exited" with code 0; "failed" with another one, an exception, or killed by the kernel (memory, a crash).
 Status = Literal["exited", "failed", "timeout", "output"]
 
@@ -59,7 +61,7 @@ class Failure:
 
 
 class SandboxError(Exception):
-    """The sandbox itself failed, twice in a row: says nothing about the program."""
+    """The sandbox itself failed, for other programs too: says nothing about the program."""
 
 
 class Sandbox:
@@ -188,18 +190,34 @@ class Sandbox:
         try:
             for content in (json.dumps(job).encode(), stdin):
                 files.append(memory_file(content))
-            failures = []
-            # A program that takes its zygote along, which none should be able to, must not do so for ever.
-            for _ in range(2):
+            for _ in range(_ATTEMPTS):
                 try:
-                    with self._worker() as worker:
-                        return worker.run(*files)
+                    return self._once(*files)
                 except WorkerDied as error:
-                    failures.append(str(error))
-            raise SandboxError("; ".join(failures))
+                    failure = error
+            self._check_that_others_run(failure)
+            return Ending("itself", 128 + signal.SIGKILL, b"", b"", b"", 0.0, 0.0)
         finally:
             for file in files:
                 os.close(file)
+
+    def _once(self, job: int, stdin: int) -> Ending:
+        with self._worker() as worker:
+            return worker.run(job, stdin)
+
+    def _check_that_others_run(self, failure: WorkerDied) -> None:
+        """A program that ends each worker that runs it, where another program ends none, does so itself.
+
+        None should be able to. If one is, that must not be a way out of the reward.
+        """
+        job, stdin = memory_file(json.dumps({"source": ""}).encode()), memory_file(b"")
+        try:
+            self._once(job, stdin)
+        except WorkerDied as error:
+            raise SandboxError(f"{failure}; {error}") from error
+        finally:
+            os.close(job)
+            os.close(stdin)
 
     @contextmanager
     def _worker(self) -> Iterator[Worker]:

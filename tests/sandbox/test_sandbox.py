@@ -329,25 +329,49 @@ def test_a_worker_that_dies_is_replaced_and_the_program_run_again(hasty: Sandbox
     assert hasty.run_program("print(1)").stdout == "1\n"
 
 
-def test_a_worker_that_dies_twice_is_the_verifiers_failure() -> None:
+class DyingSandbox:
+    """One whose first workers are killed while they run a program."""
+
+    def __init__(self, deaths: int) -> None:
+        self.sandbox = Sandbox(timeout=60)
+        self.deaths, self.started = deaths, 0
+        start = self.sandbox._new
+        self.sandbox._workers.get().close()
+        self.sandbox._workers.put(None)
+
+        def new() -> worker_module.Worker:
+            worker = start()
+            self.started += 1
+            if self.started <= deaths:
+                threading.Thread(target=self._kill, args=(worker.pid,)).start()
+            return worker
+
+        self.sandbox._new = new
+
+    def _kill(self, pid: int) -> None:
+        while len(_descendants(pid)) < 3:  # zygote, first process, program
+            time.sleep(0.005)
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_program_whose_workers_die_has_failed_if_others_run() -> None:
+    """A program must not turn its reward into None by ending its sandbox."""
+    dying = DyingSandbox(deaths=2)
+    try:
+        run = dying.sandbox.run_program("import time\ntime.sleep(50)")
+        assert (run.status, run.code) == ("failed", 128 + 9)
+        assert dying.started == 3
+    finally:
+        dying.sandbox.close()
+
+
+def test_workers_that_die_of_an_empty_program_are_the_sandboxs_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox = Sandbox(timeout=60)
-    killed: list[int] = []
-
-    def kill_each_worker() -> None:
-        end = time.monotonic() + 60
-        while len(killed) < 2 and time.monotonic() < end:
-            for pid in _descendants(os.getpid()):
-                command = Path(f"/proc/{pid}/cmdline")
-                if pid not in killed and len(_descendants(pid)) == 3 and b"zygote" in command.read_bytes():
-                    os.kill(pid, signal.SIGKILL)
-                    killed.append(pid)
-            time.sleep(0.01)
-
-    thread = threading.Thread(target=kill_each_worker)
-    thread.start()
-    with pytest.raises(SandboxError):
-        sandbox.run_program("import time\ntime.sleep(50)")
-    thread.join()
+    monkeypatch.setattr(worker_module, "_command", lambda descriptor: ["/bin/true"])
+    os.kill(_only_worker(sandbox).pid, signal.SIGKILL)
+    with pytest.raises(SandboxError, match="the sandbox's process"):
+        sandbox.run_program("print(1)")
+    monkeypatch.undo()
     assert sandbox.run_program("print(1)").stdout == "1\n"
     sandbox.close()
 
