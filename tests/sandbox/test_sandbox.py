@@ -365,6 +365,36 @@ def test_a_program_whose_workers_die_has_failed_if_others_run() -> None:
         dying.sandbox.close()
 
 
+def test_memory_in_socket_buffers_is_the_programs_failure(sandbox: Sandbox) -> None:
+    """The one way known to end a worker: with a cgroup the kernel takes the largest process, and programs are small."""
+    program = textwrap.dedent("""
+        import os, socket, time
+        def fill():
+            held = []
+            try:
+                for _ in range(120):
+                    pair = socket.socketpair()
+                    held += pair
+                    pair[0].setblocking(False)
+                    for each in pair:
+                        each.set_inheritable(True)
+                    try:
+                        while True:
+                            pair[0].send(bytes(1 << 16))
+                    except BlockingIOError:
+                        pass
+            except OSError:
+                pass
+            os.execv("/usr/bin/sleep", ["sleep", "3"])
+        for _ in range(25):
+            if os.fork() == 0:
+                fill()
+        time.sleep(2)
+    """)
+    assert sandbox.run_program(program).status in ("failed", "exited")
+    assert sandbox.run_program("print(1)").stdout == "1\n"
+
+
 def test_workers_that_die_of_an_empty_program_are_the_sandboxs_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox = Sandbox(timeout=60)
     monkeypatch.setattr(worker_module, "_command", lambda descriptor: ["/bin/true"])
