@@ -11,7 +11,7 @@ from typing import Any
 
 from sparrow.components.code_reward import CodeReward
 from sparrow.sandbox import Sandbox
-from sparrow.sandbox.worker import base_interpreter
+from sparrow.sandbox.interpreter import base_interpreter
 
 _PROGRAM = "a, b = map(int, input().split())\nprint(a + b)"
 _TELLS_TIME = "import time\nprint(time.monotonic())"

@@ -12,7 +12,6 @@ import os
 import selectors
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import Any, Literal
 from sparrow.errors import UserError
 from sparrow.sandbox.cgroup import ControlGroup
 from sparrow.sandbox.inside.root import HOME
+from sparrow.sandbox.interpreter import base_interpreter, interpreter_paths, package_paths
 from sparrow.sandbox.limits import Limits
 from sparrow.sandbox.refusal import refusal
 
@@ -35,7 +35,6 @@ _ENVIRONMENT = {
     "PYTHONHASHSEED": "0",  # the order of a set is the same in every run
     "OMP_NUM_THREADS": "1",
 }  # fmt: skip
-_SYSTEM_PATHS = ("/bin", "/lib", "/lib64", "/usr/bin", "/usr/lib", "/usr/lib64")
 # Kept small: what is imported here, every program finds imported, and each fork copies its page tables.
 _PRELOAD = ("bisect", "collections", "functools", "heapq", "itertools", "json", "math", "random", "re", "string")
 
@@ -150,8 +149,8 @@ class Worker:
         self.group = self.group.with_process(self.pid)
         self._control.settimeout(_START_SECONDS)
         config = {
-            "limits": vars(self._limits), "paths": _interpreter_paths(),
-            "hidden": _package_paths(), "binds": list(binds), "uid": _NOBODY,
+            "limits": vars(self._limits), "paths": interpreter_paths(),
+            "hidden": package_paths(), "binds": list(binds), "uid": _NOBODY,
             "python_path": list(python_path), "preload": [*_PRELOAD, *preload],
         }  # fmt: skip
         self._send(json.dumps(config).encode(), [])
@@ -240,27 +239,6 @@ def _command(descriptor: int) -> list[str]:
         f"zygote.main({descriptor})"
     )
     return [base_interpreter(), "-s", "-S", "-P", "-B", "-c", code]
-
-
-def base_interpreter() -> str:
-    """The Python that a virtual environment was made from; itself where there is none."""
-    return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-
-
-def _interpreter_paths() -> list[str]:
-    # Not `sys.prefix`, nor what `sysconfig` says of it: a virtual environment is the project's.
-    bases = {os.path.realpath(path) for path in (sys.base_prefix, sys.base_exec_prefix)}
-    own = [f"{base}/{folder}" for base in sorted(bases) for folder in ("bin", "lib", "lib64")]
-    return [*own, _standard_library(), *_SYSTEM_PATHS]
-
-
-def _package_paths() -> list[str]:
-    """What is installed for the base interpreter, within its own paths: the project too, where there is no other."""
-    return [*(f"{_standard_library()}/{name}-packages" for name in ("site", "dist")), "/usr/lib/python3/dist-packages"]
-
-
-def _standard_library() -> str:
-    return os.path.dirname(os.path.realpath(os.__file__))
 
 
 def _map_users(pid: int) -> None:
