@@ -154,8 +154,8 @@ def same_columns(examples: Sequence[Example]) -> list[Example]:
 def _parse(line: str, prompt_key: str, where: str) -> Example:
     try:
         row = json.loads(line)
-    # RecursionError: brackets nested thousands deep.
-    except (json.JSONDecodeError, RecursionError) as error:
+    # ValueError: also an integer with more digits than Python parses. RecursionError: brackets nested thousands deep.
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON: {error}") from error
     if not isinstance(row, dict):
         raise UserError(f"{where}: expected a JSON object, got a {type(row).__name__}")

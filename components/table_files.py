@@ -105,8 +105,8 @@ def _text(file: Path) -> IO[str]:
 def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    # RecursionError: brackets nested thousands deep.
-    except (json.JSONDecodeError, RecursionError) as error:
+    # ValueError: also an integer with more digits than Python parses. RecursionError: brackets nested thousands deep.
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON: {error}") from error
 
 

@@ -48,7 +48,8 @@ def open_table(path: str, name: str | None = None, split: str | None = None, rev
         path: a file (.parquet, .jsonl, .jsonl.gz, .json, .csv, .arrow), a folder of them or of `save_to_disk`, or the
             name of a data set of the hub.
         name: configuration; of a local folder a folder in it.
-        split: of a local folder the files whose name, or folder, begins with it; needed where there are several.
+        split: of a local folder the files whose name, or folder, begins with it; needed where there are several. Where
+            no name says a split, all is `train`.
         revision: of the hub.
 
     Raises:
@@ -74,14 +75,15 @@ def _data_files(folder: Path, split: str | None) -> list[Path]:
     if not found:
         raise UserError(f"{folder}: no data files ({', '.join('*' + suffix for suffix in SUFFIXES)}) in this folder")
     paths = {file: file.relative_to(folder).as_posix() for file in found}
+    there = [known for known in _SPLIT_NAMES if any(_is_of(known, path) for path in paths.values())]
+    if split == "train" and not there:
+        return found
     if split is not None:
         found = [file for file in found if _is_of(split, paths[file])]
         if not found:
             raise UserError(f"{folder}: split: no file of split {split!r}; there are {_few(list(paths.values()))}")
-    else:
-        there = [known for known in _SPLIT_NAMES if any(_is_of(known, path) for path in paths.values())]
-        if len(there) > 1:
-            raise UserError(f"{folder}: split: must be given, there are files of {', '.join(there)}")
+    elif len(there) > 1:
+        raise UserError(f"{folder}: split: must be given, there are files of {', '.join(there)}")
     return found
 
 

@@ -82,6 +82,13 @@ def test_splits_are_told_apart_by_the_names_of_files_and_folders(tmp_path: Path,
         open_table(str(tmp_path), split="tests")
 
 
+def test_files_that_name_no_split_are_of_train(tmp_path: Path) -> None:
+    write(tmp_path / "set-53K.jsonl")
+    assert rows(tmp_path, split="train") == ROWS
+    with pytest.raises(UserError, match="no file of split 'test'"):
+        open_table(str(tmp_path), split="test")
+
+
 def test_a_configuration_is_a_folder(tmp_path: Path) -> None:
     write(tmp_path / "main" / "train-0.parquet", ROWS[:1])
     write(tmp_path / "socratic" / "train-0.parquet", ROWS[1:])
