@@ -6,9 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from sparrow.components.argument_types import example_arguments, typed_arguments
 from sparrow.components.gold import Gold, UnusableGold
 from sparrow.components.row_fields import lookup
 from sparrow.components.text_pickle import decode_text
+from sparrow.sandbox.inside.values import encode
 
 # What EvalPlus allows where the expected value is a float and the task says nothing.
 _FLOAT_TOLERANCE = 1e-6
@@ -95,6 +97,9 @@ class Solver(Protocol):
 class EvalPlusTests:
     """HumanEval+ and MBPP+ as EvalPlus releases them: inputs, and a canonical solution that says what is expected.
 
+    Types that JSON has no form for are put back from the assertions in the prompt (`components/argument_types.py`), and
+    written as `sparrow.sandbox.inside.values` does.
+
     Args:
         solver: runs it.
         skip: entry point -> why its task is left out: those that EvalPlus judges by a rule of its own.
@@ -112,11 +117,15 @@ class EvalPlusTests:
         inputs = [*(lookup(row, "base_input", where) or []), *(lookup(row, "plus_input?", where) or [])]
         if not inputs or not all(isinstance(arguments, list) for arguments in inputs):
             raise UnusableGold("base_input, plus_input: no list of lists of arguments")
-        outputs = [_plain(value) for value in self._solver.call_function(prompt + solution, name, inputs)]
+        examples = example_arguments(f"{lookup(row, 'assertion?', where) or ''}\n{prompt}", name)
+        if examples:
+            inputs = [typed_arguments(arguments, examples) for arguments in inputs]
+        outputs = self._solver.call_function(prompt + solution, name, inputs)
         tolerance = float(lookup(row, "atol?", where) or 0)
         if not tolerance and any(map(_has_float, outputs)):
             tolerance = _FLOAT_TOLERANCE
-        return _call(name, inputs, outputs, prompt, (prompt + solution,), tolerance)
+        given, expected = ([_encoded(value) for value in values] for values in (inputs, outputs))
+        return _call(name, given, expected, prompt, (prompt + solution,), tolerance)
 
     def close(self) -> None:
         self._solver.close()
@@ -184,18 +193,15 @@ def _json(value: Any, name: str) -> Any:
         raise UnusableGold(f"{name}: not valid JSON: {str(error)[:80]}") from error
 
 
-def _plain(value: Any) -> Any:
-    """A value of the canonical solution as JSON has it, tuples as lists; UnusableGold where that would change it."""
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: _plain(item) for key, item in value.items()}
-    if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and abs(value) < float("inf")):
-        return value
-    raise UnusableGold(f"the canonical solution gives what JSON has no form for: {value!r:.80}")
+def _encoded(value: Any) -> Any:
+    """As JSON, by `sparrow.sandbox.inside.values`; UnusableGold also for what stands where a value is missing."""
+    try:
+        return encode(value)
+    except TypeError as error:
+        raise UnusableGold(f"the canonical solution gives no plain data: {value!r:.100}") from error
 
 
 def _has_float(value: Any) -> bool:
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return any(map(_has_float, value))
     return isinstance(value, float)

@@ -24,6 +24,9 @@ from sparrow.recipes import sparrow_prepare
 
 # A reward whose answers must be shorter than 30 characters, and programs that are run here, as these tests wrote them.
 PARTS = """
+from sparrow.sandbox.inside import values
+
+
 class Short:
     name, weight = "short", 1.0
 
@@ -36,7 +39,8 @@ class Short:
                 scores.append(1.0 if "right" in completion else 0.0)
                 continue
             call = names[test["entry_point"]]
-            scores.append(float([call(*x) for x in test["inputs"]] == test["outputs"]))
+            results = [call(*args) for args in values.decode(test["inputs"])]
+            scores.append(float(results == values.decode(test["outputs"])))
         return scores
 
     def problems(self, columns):
@@ -362,9 +366,9 @@ HUMANEVAL = [
     {
         "task_id": "HumanEval/1",
         "prompt": "def as_set(x):\n",
-        "canonical_solution": "    return set(x)\n",
+        "canonical_solution": "    return {1: set(x)} if x else object()\n",
         "entry_point": "as_set",
-        "base_input": [[[1]]],
+        "base_input": [[[1]], [[]]],
         "plus_input": [],
         "atol": 0,
     },
@@ -395,7 +399,7 @@ def test_humaneval_plus(folder: Path) -> None:
     }
     assert HUMANEVAL[0]["prompt"] in question_of(rows[0])
     details = {drop["id"]: drop["detail"] for drop in manifest["dropped"]}
-    assert "{1}" in details["HumanEval/1"] and "any root" in details["HumanEval/32"]
+    assert "object object" in details["HumanEval/1"] and "any root" in details["HumanEval/32"]
     assert Path("closed").exists()
 
 
@@ -410,11 +414,25 @@ def test_mbpp_plus(folder: Path) -> None:
         "atol": 0,
     }
     other = task | {"task_id": "Mbpp/2", "entry_point": "similar_elements", "prompt": '"""\nOther.\n"""\n'}
-    write(folder / "MbppPlus.jsonl", [task, other])
+    pairs = task | {
+        "task_id": "Mbpp/7",
+        "prompt": '"""\nSwap.\nassert swap([(1, 2)]) == {2: 1}\n"""\n',
+        "canonical_solution": "\ndef swap(x):\n    return {value: key for key, value in set(x)}\n",
+        "entry_point": "swap",
+        "base_input": [[[[1, 2]]]],
+        "plus_input": [[[]]],
+    }
+    write(folder / "MbppPlus.jsonl", [task, other, pairs])
     assert prepare("mbpp_plus", folder / "MbppPlus.jsonl", SOLVER) == 0
     rows, manifest = results()
     assert [row["tests"] for row in rows] == [
-        {"style": "call", "entry_point": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}
+        {"style": "call", "entry_point": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]},
+        {
+            "style": "call",
+            "entry_point": "swap",
+            "inputs": [[[{"!tuple": [1, 2]}]], [[]]],
+            "outputs": [{"!dict": [[2, 1]]}, {}],
+        },
     ]
     assert manifest["counts"]["unusable"] == 1
 
