@@ -46,11 +46,6 @@ class PromptData(Protocol):
 class FiniteData(PromptData, Protocol):
     """A data set whose examples can be gone through, and some of them left out, before the first step."""
 
-    @property
-    def notes(self) -> Sequence[str]:
-        """What was left out while it was read, a line each, for the console."""
-        ...
-
     def examples(self) -> Sequence[Example]:
         """All examples, unshuffled."""
         ...
@@ -58,6 +53,11 @@ class FiniteData(PromptData, Protocol):
     def drop(self, indices: set[int]) -> None:
         """Leaves out these of `examples()`; the order of the others is that of a set which never had them."""
         ...
+
+
+def notes_of(data: PromptData) -> list[str]:
+    """What a data set left out while it was read, a line each, for the console; its `notes`, where it has any."""
+    return list(getattr(data, "notes", ()))
 
 
 class Epochs:
@@ -114,8 +114,6 @@ class JsonlPrompts:
         if limit is not None and limit < 1:
             raise UserError(f"limit must be at least 1, got {limit}")
         self._epochs = Epochs(_read(Path(path).expanduser(), prompt_key, limit), shuffle_seed)
-
-    notes: Sequence[str] = ()
 
     @property
     def size(self) -> int:

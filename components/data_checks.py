@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sparrow.components.data import Example, FiniteData, PromptData, check_columns
+from sparrow.components.data import Example, FiniteData, PromptData, check_columns, notes_of
 from sparrow.errors import UserError
 
 Problems = Callable[[dict[str, list[Any]]], list[str | None]]
@@ -83,7 +83,7 @@ def check_prompts(
         len(examples),
         [(_name(examples, index), tokens) for index, tokens in too_long.items()],
         [(_name(examples, index), reason) for index, reason in bad_gold.items()],
-        data.notes,
+        notes_of(data),
         max_prompt_tokens,
     )
     if report.kept == 0:

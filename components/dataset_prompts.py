@@ -56,13 +56,11 @@ class DatasetPrompts:
         self._chat = chat or system is not None
         table = open_table(path, name, split, revision)
         examples = same_columns([self._example(row, columns, where) for where, row in table.rows(limit)])
-        self._epochs, self.notes = Epochs(examples, shuffle_seed), []
+        self._epochs, self.notes = Epochs(examples, shuffle_seed), list[str]()
         if deduplicate:
             duplicates = find_duplicates(examples)
             self.notes = duplicates.lines(table.label)
             self.drop(duplicates.repeated | duplicates.conflicting)
-
-    notes: Sequence[str]
 
     @property
     def size(self) -> int:

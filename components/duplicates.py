@@ -18,8 +18,9 @@ _SPACING = re.compile(r"\\[,;:! ]|~|\$|\s")
 
 
 def normalised(text: str) -> str:
-    """NFC, case folded, without whitespace, dollar signs and LaTeX spaces (`\\,` `\\;` `\\:` `\\!` `\\ ` `~`)."""
-    return _SPACING.sub("", unicodedata.normalize("NFC", text).casefold())
+    """Without whitespace, dollar signs and LaTeX spaces (`\\,` `\\;` `\\:` `\\!` `\\ ` `~`); NFC, case folded."""
+    folded = unicodedata.normalize("NFC", _SPACING.sub("", text)).casefold()
+    return unicodedata.normalize("NFC", folded)
 
 
 def fingerprint(text: str) -> str:

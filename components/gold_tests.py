@@ -198,7 +198,7 @@ def _encoded(value: Any) -> Any:
     try:
         return encode(value)
     except TypeError as error:
-        raise UnusableGold(f"the canonical solution gives no plain data: {value!r:.100}") from error
+        raise UnusableGold(f"the canonical solution gives no value to compare: {value!r:.100}") from error
 
 
 def _has_float(value: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from sparrow.components.data import Epochs, Example, FiniteData, PromptData, same_columns
+from sparrow.components.data import Epochs, Example, FiniteData, PromptData, notes_of, same_columns
 from sparrow.components.duplicates import find_duplicates
 from sparrow.errors import UserError
 
@@ -26,13 +26,11 @@ class ConcatenatedPrompts:
         examples = same_columns([example for part in parts for example in part.examples()])
         if not examples:
             raise UserError("parts: at least one data set is needed")
-        self._epochs, self.notes = Epochs(examples, shuffle_seed), [note for part in parts for note in part.notes]
+        self._epochs, self.notes = Epochs(examples, shuffle_seed), [note for part in parts for note in notes_of(part)]
         if deduplicate:
             duplicates = find_duplicates(examples)
             self.notes += duplicates.lines("all parts")
             self.drop(duplicates.repeated | duplicates.conflicting)
-
-    notes: Sequence[str]
 
     @property
     def size(self) -> int:
@@ -74,8 +72,8 @@ class WeightedPrompts:
         self._columns = list(dict.fromkeys(name for part in parts for name in part.example(0).columns))
 
     @property
-    def notes(self) -> Sequence[str]:
-        return [note for part in self._finite() for note in part.notes]
+    def notes(self) -> list[str]:
+        return [note for part in self._parts for note in notes_of(part)]
 
     def example(self, index: int) -> Example:
         number, position = divmod(index, sum(self._counts))

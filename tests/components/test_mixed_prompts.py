@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from sparrow.components.arithmetic import ArithmeticProblems
 from sparrow.components.data import FiniteData, JsonlPrompts
 from sparrow.components.mixed_prompts import ConcatenatedPrompts, WeightedPrompts
 from sparrow.components.pointer_chase import PointerChase
+from sparrow.config import Component, load_config
 from sparrow.errors import UserError
 
 
@@ -95,6 +97,32 @@ def test_finite_parts_of_a_stream_can_be_checked(tmp_path: Path) -> None:
     assert all(set(data.example(index).columns) == {"level", "answer"} for index in range(9))
     with pytest.raises(UserError, match="none of 2 examples is left"):
         data.drop({0, 1})
+
+
+@dataclass
+class Schema:
+    data: Component
+
+
+def test_parts_are_nodes_of_a_config(tmp_path: Path) -> None:
+    part(tmp_path, "a", 2)
+    part(tmp_path, "b", 3, question="q", answer="1")
+    (tmp_path / "run.yaml").write_text(f"""
+data:
+  _component_: sparrow.components.mixed_prompts.WeightedPrompts
+  weights: [1, 3]
+  block: 4
+  parts:
+    - {{_component_: sparrow.components.data.JsonlPrompts, path: {tmp_path}/a.jsonl}}
+    - _component_: sparrow.components.mixed_prompts.ConcatenatedPrompts
+      parts:
+        - _component_: sparrow.components.dataset_prompts.DatasetPrompts
+          path: {tmp_path}/b.jsonl
+          template: "{{question}} {{prompt}}"
+          columns: {{answer: answer}}
+""")
+    data = load_config(Schema, str(tmp_path / "run.yaml")).data.build()
+    assert sorted(map(str, prompts(data, 0, 4))) == ["a0", "q b0", "q b1", "q b2"]
 
 
 @pytest.mark.parametrize(
