@@ -13,13 +13,13 @@ from typing import Any
 from sparrow.components.data import Example, Message
 
 GOLD_COLUMNS = ("answer", "tests")
-# What only moves things apart: whitespace, the delimiters of formulas, and LaTeX's spaces.
-_SPACING = re.compile(r"\\[,;:! ]|~|\$|\s")
+_LATEX_SPACE = re.compile(r"\\[,;:! ]")
 
 
 def normalised(text: str) -> str:
     """Without whitespace, dollar signs and LaTeX spaces (`\\,` `\\;` `\\:` `\\!` `\\ ` `~`); NFC, case folded."""
-    folded = unicodedata.normalize("NFC", _SPACING.sub("", text)).casefold()
+    close = "".join(_LATEX_SPACE.sub("", text).replace("~", "").replace("$", "").split())
+    folded = unicodedata.normalize("NFC", close).casefold()
     return unicodedata.normalize("NFC", folded)
 
 

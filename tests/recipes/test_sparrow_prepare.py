@@ -7,8 +7,10 @@ import hashlib
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
+import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +26,8 @@ from sparrow.recipes import sparrow_prepare
 
 # A reward whose answers must be shorter than 30 characters, and programs that are run here, as these tests wrote them.
 PARTS = """
+import time
+
 from sparrow.sandbox.inside import values
 
 
@@ -47,6 +51,13 @@ class Short:
         assert len(columns["prompts"]) == len(columns["id"])
         answers = columns.get("answer", [""] * len(columns["id"]))
         return [None if len(answer) < 30 else "too long an answer" for answer in answers]
+
+
+class Slow(Short):
+    def problems(self, columns):
+        open("started", "w").close()
+        time.sleep(0.2)
+        return super().problems(columns)
 
 
 class Local:
@@ -563,3 +574,17 @@ def test_listed_ids_text_prompts_system_and_limit(folder: Path) -> None:
     assert manifest["dropped"] == [{"id": "polaris_53k-000001", "reason": "listed", "detail": "it is wrong"}]
     assert prepare("polaris_53k", file, "chat=false", "template='Q: {question}'", *more) == 0
     assert results()[0][0]["prompt"] == "Q: q0?"
+
+
+def test_ctrl_c_leaves_nothing_behind(folder: Path) -> None:
+    file = write(folder / "a.jsonl", [problem(f"q{i}?", "1", difficulty="x") for i in range(256 * 500)])
+    command = [sys.executable, "-m", "sparrow", "run", "sparrow_prepare", "--config", "prepare/polaris_53k"]
+    command += [f"source={file}", "reward={_component_: prepare_parts.Slow}", "output=out.jsonl"]
+    with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        deadline = time.monotonic() + 120
+        while not Path("started").exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert not list(folder.glob("out.jsonl*"))
