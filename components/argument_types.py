@@ -16,13 +16,13 @@ def example_arguments(assertions: str, function: str) -> list[list[Any]]:
 def _calls(line: str, function: str) -> Iterator[list[Any]]:
     try:
         tree = ast.parse(line)
-    except SyntaxError:
+    except (SyntaxError, ValueError, RecursionError):  # no Python after all; a null character; nested too deep
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function:
             try:
                 yield [ast.literal_eval(argument) for argument in node.args]
-            except ValueError:  # a call with something else than literals is no example
+            except (ValueError, TypeError):  # a call with something else than literals is no example
                 continue
 
 

@@ -10,6 +10,7 @@ from sparrow.components.argument_types import example_arguments, typed_arguments
 from sparrow.components.gold import Gold, UnusableGold
 from sparrow.components.row_fields import lookup
 from sparrow.components.text_pickle import decode_text
+from sparrow.errors import UserError
 from sparrow.sandbox.inside.values import encode
 
 # What EvalPlus allows where the expected value is a float and the task says nothing.
@@ -26,7 +27,7 @@ class TacoTests:
     """
 
     def __init__(self, max_tests: int | None = None) -> None:
-        self._max_tests = max_tests
+        self._max_tests = _at_least_one(max_tests)
 
     def __call__(self, row: Mapping[str, Any], where: str) -> Gold:
         content = _json(lookup(row, "input_output", where), "input_output")
@@ -56,7 +57,7 @@ class LiveCodeBenchTests:
     def __init__(
         self, first_date: str | None = None, last_date: str | None = None, max_tests: int | None = None
     ) -> None:
-        self._first, self._last, self._max_tests = first_date or "", last_date or "9", max_tests
+        self._first, self._last, self._max_tests = first_date or "", last_date or "9", _at_least_one(max_tests)
 
     def __call__(self, row: Mapping[str, Any], where: str) -> Gold:
         day = str(lookup(row, "contest_date", where))[:10]
@@ -124,8 +125,7 @@ class EvalPlusTests:
         tolerance = float(lookup(row, "atol?", where) or 0)
         if not tolerance and any(map(_has_float, outputs)):
             tolerance = _FLOAT_TOLERANCE
-        given, expected = ([_encoded(value) for value in values] for values in (inputs, outputs))
-        return _call(name, given, expected, prompt, (prompt + solution,), tolerance)
+        return _call(name, inputs, outputs, prompt, (prompt + solution,), tolerance)
 
     def close(self) -> None:
         self._solver.close()
@@ -133,13 +133,14 @@ class EvalPlusTests:
 
 def _call(
     name: str,
-    inputs: list[Any],
-    outputs: list[Any],
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
     starter: str | None,
     solutions: tuple[str, ...],
     tolerance: float = 0.0,
 ) -> Gold:
-    tests: dict[str, Any] = {"style": "call", "entry_point": name, "inputs": inputs, "outputs": outputs}
+    given, expected = ([_encoded(value) for value in values] for values in (inputs, outputs))
+    tests: dict[str, Any] = {"style": "call", "entry_point": name, "inputs": given, "outputs": expected}
     if tolerance:
         tests["tolerance"] = tolerance
     fields = {"entry_point": name, "starter_code": starter or f"def {name}(...):"}
@@ -157,6 +158,12 @@ def _pairs(inputs: Any, outputs: Any, most: int | None) -> tuple[list[Any], list
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs) or not inputs:
         raise UnusableGold("no tests, or not as many inputs as outputs")
     return inputs[:most], outputs[:most]
+
+
+def _at_least_one(max_tests: int | None) -> int | None:
+    if max_tests is not None and max_tests < 1:
+        raise UserError(f"max_tests: {max_tests} must be at least 1")
+    return max_tests
 
 
 def _lines(value: Any) -> Any:
@@ -197,8 +204,8 @@ def _encoded(value: Any) -> Any:
     """As JSON, by `sparrow.sandbox.inside.values`; UnusableGold also for what stands where a value is missing."""
     try:
         return encode(value)
-    except TypeError as error:
-        raise UnusableGold(f"the canonical solution gives no value to compare: {value!r:.100}") from error
+    except (TypeError, RecursionError) as error:
+        raise UnusableGold(f"no value to compare: {value!r:.100}") from error
 
 
 def _has_float(value: Any) -> bool:

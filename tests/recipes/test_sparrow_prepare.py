@@ -286,6 +286,14 @@ TACO = [
         "difficulty": "HARD",
         "url": None,
     },
+    {
+        "question": "Deep.",
+        "solutions": "[]",
+        "starter_code": "",
+        "input_output": '{"fn_name": "f", "inputs": [' + "[" * 3000 + "]" * 3000 + '], "outputs": [1]}',
+        "difficulty": "",
+        "url": None,
+    },
     {"question": "Broken.", "solutions": "[]", "starter_code": "", "input_output": "{", "difficulty": "", "url": None},
 ]
 
@@ -306,10 +314,11 @@ def test_taco(folder: Path) -> None:
     assert [(drop["id"], drop["reason"]) for drop in manifest["dropped"]] == [
         ("taco-000003", "unusable"),
         ("taco-000004", "unusable"),
+        ("taco-000005", "unusable"),
         ("taco-000002", "solution"),
     ]
-    assert prepare("taco", folder / "copy", "solutions=0") == 0
-    assert len(results()[0]) == 3
+    assert prepare("taco", folder / "copy", "solutions=0", "gold.max_tests=1") == 0
+    assert [len(row["tests"]["inputs"]) for row in results()[0]] == [1, 1, 1]
 
 
 class Harmful:
@@ -536,6 +545,7 @@ def test_bad_input_is_one_line_that_names_file_and_key(folder: Path, refused: Ca
 def test_bad_settings_are_one_line(folder: Path, refused: Callable[..., None]) -> None:
     file = write(folder / "a.jsonl", [problem("a?", "1", difficulty=""), problem("b?", "1", difficulty="")])
     refused("polaris_53k", file, "template='{quest}'", words=("template: no column 'quest', did you mean",))
+    refused("taco", file, "gold.max_tests=0", words=("max_tests: 0 must be at least 1",))
     refused("polaris_53k", file, "limit=0", words=("limit: 0 must be at least 1",))
     refused("polaris_53k", file, "keep.answer=answer", words=("keep: 'answer' is a column that the preparation",))
     refused("polaris_53k", file, "keep.prompts=answer", words=("keep: no column may be called 'prompts'",))
