@@ -55,6 +55,7 @@ class GRPOConfig:
     prompts_per_step: int
     num_samples: int
     enable_thinking: bool | None = None
+    max_prompt_tokens: int | None = None  # longer prompts are dropped at the start; null is what the model has room for
     sampling: SamplingParams = field(default_factory=SamplingParams)
     engine: EngineConfig
     kv_cache: Component
@@ -127,6 +128,8 @@ def _check_replay(cfg: GRPOConfig) -> None:
 
 def check(cfg: GRPOConfig) -> None:
     """What no single component can see."""
+    if cfg.max_prompt_tokens is not None and cfg.max_prompt_tokens < 1:
+        raise UserError(f"max_prompt_tokens: {cfg.max_prompt_tokens} must be at least 1")
     for key in ("steps", "prompts_per_step", "minibatches", "checkpoint_every", "max_nonfinite_steps"):
         if getattr(cfg, key) < 1:
             raise UserError(f"{key}: {getattr(cfg, key)} must be at least 1")

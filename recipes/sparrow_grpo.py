@@ -42,7 +42,7 @@ from sparrow.errors import AlarmStop, Interrupted, UserError
 from sparrow.estimators import mean_reward
 from sparrow.launch import check_stop, run_recipe
 from sparrow.models.decoder import Decoder
-from sparrow.models.decoder_config import read_config
+from sparrow.models.decoder_config import DecoderConfig, read_config
 from sparrow.models.identity import architecture
 from sparrow.models.tokenizer import tokenizer_of_model
 from sparrow.protocols import AdaptiveBudget
@@ -58,6 +58,7 @@ from sparrow.recipes.evaluate import (
     stop_between_tokens,
 )
 from sparrow.recipes.grpo_config import GRPOConfig, Validation, check
+from sparrow.recipes.grpo_data import check_data
 from sparrow.recipes.grpo_files import start_trackers
 from sparrow.recipes.grpo_memory import check_memory
 from sparrow.recipes.grpo_minibatches import balance_ranks, split_minibatches
@@ -116,6 +117,7 @@ class SparrowGRPO:
         source = Path(cfg.model) if save is None else save / "model"
         self.tokenizer = tokenizer_of_model(source)  # before the weights, which take their time
         check_memory(cfg, read_config(source), self.cache, self.device)
+        self._check_data(read_config(source))
         self.model = load_trained(source, self.device, getattr(torch, cfg.dtype), cfg.replicate)
         self._build_around_model()
         if save is not None:
@@ -126,6 +128,13 @@ class SparrowGRPO:
         if distributed.rank() == 0:
             start_trackers(self.trackers, cfg, self.cache.budget, self.run_id)
             self._print_start()
+
+    def _check_data(self, model: DecoderConfig) -> None:
+        cfg = self.cfg
+        self.data_lines = check_data("data", self.data, self._encode, self.rewards, cfg, model)
+        if cfg.validation is not None:
+            checked = (self._encode, self.rewards, cfg, model)
+            self.data_lines += check_data("validation.data", self.validation_data, *checked)
 
     def _build_components(self) -> None:
         """What needs no model: a mistake shows before a warm-up or a large checkpoint takes its time."""
@@ -192,8 +201,8 @@ class SparrowGRPO:
 
     def _print_start(self) -> None:
         """What goes wrong most often: sampling parameters, end of the response, the prompt as the model sees it."""
-        for change in self.changes:
-            print(change)
+        for line in self.changes + self.data_lines:
+            print(line)
         for difference in self.schedule_differences:
             print(f"schedule, allowed to differ: {difference}")
         ids = self._encode(self.data.example(0))
@@ -508,6 +517,7 @@ class SparrowGRPO:
         return {
             "step": self.step,
             "next_prompt": self.next_prompt,
+            "prompts": self.data.size,
             "version": self.engine.version,
             "nonfinite_in_a_row": self.update.nonfinite_in_a_row,
             "alarms": self.alarms.state_dict(),
@@ -521,6 +531,11 @@ class SparrowGRPO:
     def _load_state(self, save: Path) -> None:
         state = self.saves.load(save)
         self.step, self.next_prompt = state["step"], state["next_prompt"]
+        if state["prompts"] != self.data.size:
+            self.changes.append(
+                f"changed since the save: data has {self.data.size} prompts, not {state['prompts']}: it goes on in "
+                "another order"
+            )
         self.engine.version = state["version"]
         self.update.nonfinite_in_a_row = state["nonfinite_in_a_row"]
         self.alarms.load_state_dict(state["alarms"])

@@ -63,5 +63,7 @@ def _is_documented(name: str, names: set[str]) -> bool:
 def test_names_are_those_of_the_list_and_all_are_documented(grpo) -> None:
     names = logged(grpo(*EVERYTHING))
     kept = set((HERE / "metric_names.txt").read_text().split())
-    assert names == kept, "a metric that is gone or renamed breaks dashboards; say so in CHANGELOG.md, and change the list"
+    assert names == kept, (
+        "a metric that is gone or renamed breaks dashboards; say so in CHANGELOG.md, and change the list"
+    )
     assert not [name for name in sorted(names) if not _is_documented(name, documented())]
