@@ -1,0 +1,371 @@
+"""Worker processes that can be killed, for functions that hang, eat memory or crash on what a model wrote.
+
+    pool = WorkerPool("sparrow.components.math_judge.judge")
+    outcomes = pool.map([["1/2", ["0.5"]], ...])
+
+Items and results are JSON, so that nothing that comes back can do more than be wrong. A pool may be used from any
+thread; it installs no signal handler and forks nothing from the calling process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from sparrow.errors import UserError
+from sparrow.worker_main import LENGTH
+
+# Of a first try, however many items share the budget; some 20 times what an ordinary answer needs.
+SHORTEST_TRY_SECONDS = 0.05
+START_SECONDS = 120.0
+SEND_SECONDS = 10.0
+MAX_REPLY_BYTES = 1 << 20
+# Deaths of the template process in one call, after which something is wrong with the machine.
+MAX_RESTARTS = 3
+# The rest of the environment may hold keys, which text of a model has no business near.
+KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "TMPDIR", "VIRTUAL_ENV")
+
+
+class WorkersLostError(RuntimeError):
+    """The processes of a pool cannot be started, or end again and again."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one item.
+
+    Attributes:
+        kind: "done"; "timeout" and "memory" (what the item did to itself, its killing a fresh worker among them);
+            "error" (the function raised, or a worker was lost).
+        value: what the function returned, if done.
+        detail: of an error.
+    """
+
+    kind: Literal["done", "timeout", "memory", "error"]
+    value: Any = None
+    detail: str = ""
+
+
+@dataclass
+class _Try:
+    """An item of a call, on its way through the workers."""
+
+    index: int
+    payload: bytes
+    seconds: float
+    retried: bool = False
+
+
+class _Worker:
+    """One forked process and the try that it is at."""
+
+    def __init__(self, template: _Template) -> None:
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            self.pid = template.fork(theirs)
+        self.socket.settimeout(SEND_SECONDS)
+        self.served = 0
+        self.current: _Try | None = None
+        self.deadline = 0.0
+        self._received = bytearray()
+
+    def start(self, item: _Try, until: float) -> None:
+        """Raises OSError if the process is gone."""
+        self.current = item
+        self.served += 1
+        self.deadline = min(time.monotonic() + item.seconds, until)
+        self.socket.sendall(LENGTH.pack(len(item.payload)) + item.payload)
+
+    def receive(self) -> dict[str, Any] | None:
+        """The reply once it is complete; raises ConnectionError if the process ended, or talks nonsense."""
+        chunk = self.socket.recv(1 << 16)
+        if not chunk:
+            raise ConnectionError("a worker ended")
+        self._received += chunk
+        if len(self._received) < LENGTH.size:
+            return None
+        length = LENGTH.unpack_from(self._received)[0]
+        if length > MAX_REPLY_BYTES:
+            raise ConnectionError("a worker's reply is too long")
+        if len(self._received) < LENGTH.size + length:
+            return None
+        reply: dict[str, Any] = json.loads(self._received[LENGTH.size :])
+        self._received.clear()
+        return reply
+
+
+class _Template:
+    """The process that loads the function and forks workers (sparrow/worker_main.py)."""
+
+    def __init__(self, function: str, memory_mb: int, warm_up: list[Any]) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            options = {
+                "function": function,
+                "memory_mb": memory_mb,
+                "warm_up": warm_up,
+                "path": sys.path,
+                "control": theirs.fileno(),
+                "parent": os.getpid(),
+            }
+            main = Path(__file__).with_name("worker_main.py")
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(main), json.dumps(options)],
+                env=_environment(),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+        self.close = weakref.finalize(self, _close, self._control, self._process)
+        self._control.settimeout(START_SECONDS)
+        if self._control.recv(64) != b"ready":
+            self.close()
+            raise WorkersLostError(f"the process that loads {function} ended at its start; its message is above")
+
+    def fork(self, work: socket.socket) -> int:
+        socket.send_fds(self._control, [b"fork"], [work.fileno()])
+        return self._reply()
+
+    def kill(self, pid: int) -> int:
+        self._control.send(f"kill {pid}".encode())
+        return self._reply()
+
+    def _reply(self) -> int:
+        message = self._control.recv(64)
+        if not message:
+            raise ConnectionError("the process that forks workers ended")
+        return int(message)
+
+
+def _close(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    control.close()  # it kills its workers and ends
+    try:
+        process.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name in KEPT_VARIABLES or name.startswith("PYTHON")}
+    # Two workers with a thread for each core of the machine each would fight.
+    return kept | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+class WorkerPool:
+    """N processes that call a function on one item at a time each.
+
+    Time: in a first round each item may take its share of half the budget (`budget * workers / 2 / items`, from
+    SHORTEST_TRY_SECONDS up to `timeout`). What was slower is tried again with the whole `timeout`, while the budget
+    lasts; the rest are time-outs. So ordinary items are never starved by hostile ones, and a call takes about
+    max(budget, budget / 2 + items * SHORTEST_TRY_SECONDS / workers) seconds at most, whatever is in it.
+    An item whose worker died or ran out of memory gets one more try in a fresh worker.
+
+    Args:
+        function: dotted path of a function of one JSON value that returns a JSON value. Its module is imported in a
+            process of its own: keep torch out of it.
+        workers: processes.
+        timeout: seconds for one item, wall time.
+        budget: seconds for one call, wall time; see above.
+        memory_mb: address space of a worker.
+        recycle: items after which a worker is replaced.
+        warm_up: items of your own, put through the function once before any worker is forked: each has its caches.
+
+    Raises:
+        UserError: a limit that is not positive.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        workers: int = 2,
+        timeout: float = 3.0,
+        budget: float = 30.0,
+        memory_mb: int = 1024,
+        recycle: int = 2000,
+        warm_up: Sequence[Any] = (),
+    ) -> None:
+        limits = {"workers": workers, "timeout": timeout, "budget": budget, "memory_mb": memory_mb, "recycle": recycle}
+        for name, value in limits.items():
+            if not value > 0:
+                raise UserError(f"{name} must be positive, got {value}")
+        self._function, self._memory_mb, self._recycle, self._warm_up = function, memory_mb, recycle, list(warm_up)
+        self._workers, self._timeout, self._budget = workers, timeout, budget
+        self._lock = threading.Lock()
+        self._template: _Template | None = None
+        self._idle: list[_Worker] = []
+
+    def map(self, items: Sequence[Any]) -> list[Outcome]:
+        """The outcome of each item, in order.
+
+        Raises:
+            WorkersLostError: no process can be started, or the one that forks the workers ended several times.
+        """
+        with self._lock:
+            return _Call(self, items).run() if items else []
+
+    def close(self) -> None:
+        """Ends the processes; the next `map` starts others."""
+        with self._lock:
+            self._drop()
+
+    def worker_pids(self) -> list[int]:
+        """Of the processes that wait for work."""
+        return [worker.pid for worker in self._idle]
+
+    def _drop(self) -> None:
+        for worker in self._idle:
+            worker.socket.close()
+        self._idle = []
+        if self._template is not None:
+            self._template.close()
+            self._template = None
+
+    def _take(self, fresh: bool) -> _Worker:
+        if self._idle and not fresh:
+            return self._idle.pop()
+        if self._template is None:
+            self._template = _Template(self._function, self._memory_mb, self._warm_up)
+        return _Worker(self._template)
+
+    def _end(self, worker: _Worker) -> None:
+        worker.socket.close()
+        assert self._template is not None
+        self._template.kill(worker.pid)
+
+
+class _Call:
+    """One `map`: two rounds over the items, a worker for each try."""
+
+    def __init__(self, pool: WorkerPool, items: Sequence[Any]) -> None:
+        self.pool = pool
+        share = pool._budget * pool._workers / 2 / len(items)
+        self.first_seconds = min(pool._timeout, max(SHORTEST_TRY_SECONDS, share))
+        self.waiting = deque(
+            _Try(index, json.dumps(item).encode(), self.first_seconds) for index, item in enumerate(items)
+        )
+        self.slow: deque[_Try] = deque()
+        self.outcomes: list[Outcome | None] = [None] * len(items)
+        self.busy: dict[int, _Worker] = {}
+        self.selector = selectors.DefaultSelector()
+        self.restarts = 0
+
+    def run(self) -> list[Outcome]:
+        started = time.monotonic()
+        try:
+            self._round(self.waiting, math.inf)
+            self._round(self.slow, max(started + self.pool._budget, time.monotonic() + self.pool._budget / 2))
+        finally:
+            for worker in self.busy.values():  # an exception passes: their replies would go to the next call
+                worker.socket.close()
+            if self.busy:
+                self.pool._drop()
+            self.selector.close()
+        assert all(outcome is not None for outcome in self.outcomes)
+        return [outcome for outcome in self.outcomes if outcome is not None]
+
+    def _round(self, waiting: deque[_Try], until: float) -> None:
+        while waiting or self.busy:
+            if time.monotonic() >= until:
+                while waiting:
+                    self.outcomes[waiting.popleft().index] = Outcome("timeout")
+            try:
+                while waiting and len(self.busy) < self.pool._workers:
+                    self._start(waiting, until)
+                self._wait()
+                self._end_late()
+            except ConnectionError as error:
+                self._restart(error)
+
+    def _start(self, waiting: deque[_Try], until: float) -> None:
+        worker = self.pool._take(fresh=waiting[0].retried)
+        item = waiting.popleft()
+        self.busy[worker.pid] = worker
+        self.selector.register(worker.socket, selectors.EVENT_READ, worker)
+        try:
+            worker.start(item, until)
+        except OSError:
+            self._lost(worker)
+
+    def _wait(self) -> None:
+        if not self.busy:
+            return
+        nearest = min(worker.deadline for worker in self.busy.values())
+        for key, _ in self.selector.select(max(0.0, nearest - time.monotonic())):
+            worker: _Worker = key.data
+            try:
+                reply = worker.receive()
+            except (OSError, ValueError, RecursionError):
+                self._lost(worker)
+                continue
+            if reply is not None:
+                self._replied(worker, reply)
+
+    def _replied(self, worker: _Worker, reply: dict[str, Any]) -> None:
+        item = self._release(worker)
+        outcome = Outcome(**reply)
+        if outcome.kind == "memory" and worker.served > 1:
+            self._again(item)
+        else:
+            self.outcomes[item.index] = outcome
+        idle = self.pool._idle
+        spare = len(idle) + len(self.busy) < self.pool._workers
+        if outcome.kind == "memory" or worker.served >= self.pool._recycle or not spare:
+            self.pool._end(worker)
+        else:
+            idle.append(worker)
+
+    def _lost(self, worker: _Worker) -> None:
+        """A worker died. Where a fresh one dies of the same item, the item did it."""
+        item = self._release(worker)
+        if item.retried:
+            self.outcomes[item.index] = Outcome("memory", detail="its worker died, twice")
+        else:
+            self._again(item)
+        self.pool._end(worker)
+
+    def _end_late(self) -> None:
+        now = time.monotonic()
+        for worker in [worker for worker in self.busy.values() if worker.deadline <= now]:
+            item = self._release(worker)
+            if item.seconds < self.pool._timeout:
+                item.seconds = self.pool._timeout
+                self.slow.append(item)
+            else:
+                self.outcomes[item.index] = Outcome("timeout")
+            self.pool._end(worker)
+
+    def _again(self, item: _Try) -> None:
+        item.retried = True
+        item.seconds = self.pool._timeout
+        self.slow.append(item)
+
+    def _release(self, worker: _Worker) -> _Try:
+        del self.busy[worker.pid]
+        self.selector.unregister(worker.socket)
+        item, worker.current = worker.current, None
+        assert item is not None
+        return item
+
+    def _restart(self, error: Exception) -> None:
+        """The template is gone, and its workers with it: what they were at is an error, the rest goes on."""
+        self.restarts += 1
+        for worker in list(self.busy.values()):
+            self.outcomes[self._release(worker).index] = Outcome("error", detail=f"{error}")
+            worker.socket.close()
+        self.pool._drop()
+        if self.restarts > MAX_RESTARTS:
+            raise WorkersLostError(f"worker processes of {self.pool._function} ended {self.restarts} times") from error
