@@ -11,36 +11,21 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import selectors
-import socket
-import subprocess
-import sys
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from sparrow.errors import UserError
-from sparrow.worker_main import LENGTH
+from sparrow.worker_process import Template, Try, Worker, WorkersLostError
 
 # Of a first try, however many items share the budget; some 20 times what an ordinary answer needs.
 SHORTEST_TRY_SECONDS = 0.05
-START_SECONDS = 120.0
-SEND_SECONDS = 10.0
-MAX_REPLY_BYTES = 1 << 20
 # Deaths of the template process in one call, after which something is wrong with the machine.
 MAX_RESTARTS = 3
-# The rest of the environment may hold keys, which text of a model has no business near.
-KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "TMPDIR", "VIRTUAL_ENV")
-
-
-class WorkersLostError(RuntimeError):
-    """The processes of a pool cannot be started, or end again and again."""
 
 
 @dataclass(frozen=True)
@@ -57,112 +42,6 @@ class Outcome:
     kind: Literal["done", "timeout", "memory", "error"]
     value: Any = None
     detail: str = ""
-
-
-@dataclass
-class _Try:
-    """An item of a call, on its way through the workers."""
-
-    index: int
-    payload: bytes
-    seconds: float
-    retried: bool = False
-
-
-class _Worker:
-    """One forked process and the try that it is at."""
-
-    def __init__(self, template: _Template) -> None:
-        self.socket, theirs = socket.socketpair()
-        with theirs:
-            self.pid = template.fork(theirs)
-        self.socket.settimeout(SEND_SECONDS)
-        self.served = 0
-        self.current: _Try | None = None
-        self.deadline = 0.0
-        self._received = bytearray()
-
-    def start(self, item: _Try, until: float) -> None:
-        """Raises OSError if the process is gone."""
-        self.current = item
-        self.served += 1
-        self.deadline = min(time.monotonic() + item.seconds, until)
-        self.socket.sendall(LENGTH.pack(len(item.payload)) + item.payload)
-
-    def receive(self) -> dict[str, Any] | None:
-        """The reply once it is complete; raises ConnectionError if the process ended, or talks nonsense."""
-        chunk = self.socket.recv(1 << 16)
-        if not chunk:
-            raise ConnectionError("a worker ended")
-        self._received += chunk
-        if len(self._received) < LENGTH.size:
-            return None
-        length = LENGTH.unpack_from(self._received)[0]
-        if length > MAX_REPLY_BYTES:
-            raise ConnectionError("a worker's reply is too long")
-        if len(self._received) < LENGTH.size + length:
-            return None
-        reply: dict[str, Any] = json.loads(self._received[LENGTH.size :])
-        self._received.clear()
-        return reply
-
-
-class _Template:
-    """The process that loads the function and forks workers (sparrow/worker_main.py)."""
-
-    def __init__(self, function: str, memory_mb: int, warm_up: list[Any]) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            options = {
-                "function": function,
-                "memory_mb": memory_mb,
-                "warm_up": warm_up,
-                "path": sys.path,
-                "control": theirs.fileno(),
-                "parent": os.getpid(),
-            }
-            main = Path(__file__).with_name("worker_main.py")
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(main), json.dumps(options)],
-                env=_environment(),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
-        self.close = weakref.finalize(self, _close, self._control, self._process)
-        self._control.settimeout(START_SECONDS)
-        if self._control.recv(64) != b"ready":
-            self.close()
-            raise WorkersLostError(f"the process that loads {function} ended at its start; its message is above")
-
-    def fork(self, work: socket.socket) -> int:
-        socket.send_fds(self._control, [b"fork"], [work.fileno()])
-        return self._reply()
-
-    def kill(self, pid: int) -> int:
-        self._control.send(f"kill {pid}".encode())
-        return self._reply()
-
-    def _reply(self) -> int:
-        message = self._control.recv(64)
-        if not message:
-            raise ConnectionError("the process that forks workers ended")
-        return int(message)
-
-
-def _close(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    control.close()  # it kills its workers and ends
-    try:
-        process.wait(timeout=10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _environment() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name in KEPT_VARIABLES or name.startswith("PYTHON")}
-    # Two workers with a thread for each core of the machine each would fight.
-    return kept | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 class WorkerPool:
@@ -205,8 +84,8 @@ class WorkerPool:
         self._function, self._memory_mb, self._recycle, self._warm_up = function, memory_mb, recycle, list(warm_up)
         self._workers, self._timeout, self._budget = workers, timeout, budget
         self._lock = threading.Lock()
-        self._template: _Template | None = None
-        self._idle: list[_Worker] = []
+        self._template: Template | None = None
+        self._idle: list[Worker] = []
 
     def map(self, items: Sequence[Any]) -> list[Outcome]:
         """The outcome of each item, in order.
@@ -234,14 +113,14 @@ class WorkerPool:
             self._template.close()
             self._template = None
 
-    def _take(self, fresh: bool) -> _Worker:
+    def _take(self, fresh: bool) -> Worker:
         if self._idle and not fresh:
             return self._idle.pop()
         if self._template is None:
-            self._template = _Template(self._function, self._memory_mb, self._warm_up)
-        return _Worker(self._template)
+            self._template = Template(self._function, self._memory_mb, self._warm_up)
+        return Worker(self._template)
 
-    def _end(self, worker: _Worker) -> None:
+    def _end(self, worker: Worker) -> None:
         worker.socket.close()
         assert self._template is not None
         self._template.kill(worker.pid)
@@ -255,11 +134,11 @@ class _Call:
         share = pool._budget * pool._workers / 2 / len(items)
         self.first_seconds = min(pool._timeout, max(SHORTEST_TRY_SECONDS, share))
         self.waiting = deque(
-            _Try(index, json.dumps(item).encode(), self.first_seconds) for index, item in enumerate(items)
+            Try(index, json.dumps(item).encode(), self.first_seconds) for index, item in enumerate(items)
         )
-        self.slow: deque[_Try] = deque()
+        self.slow: deque[Try] = deque()
         self.outcomes: list[Outcome | None] = [None] * len(items)
-        self.busy: dict[int, _Worker] = {}
+        self.busy: dict[int, Worker] = {}
         self.selector = selectors.DefaultSelector()
         self.restarts = 0
 
@@ -277,7 +156,7 @@ class _Call:
         assert all(outcome is not None for outcome in self.outcomes)
         return [outcome for outcome in self.outcomes if outcome is not None]
 
-    def _round(self, waiting: deque[_Try], until: float) -> None:
+    def _round(self, waiting: deque[Try], until: float) -> None:
         while waiting or self.busy:
             if time.monotonic() >= until:
                 while waiting:
@@ -290,7 +169,7 @@ class _Call:
             except ConnectionError as error:
                 self._restart(error)
 
-    def _start(self, waiting: deque[_Try], until: float) -> None:
+    def _start(self, waiting: deque[Try], until: float) -> None:
         worker = self.pool._take(fresh=waiting[0].retried)
         item = waiting.popleft()
         self.busy[worker.pid] = worker
@@ -305,7 +184,7 @@ class _Call:
             return
         nearest = min(worker.deadline for worker in self.busy.values())
         for key, _ in self.selector.select(max(0.0, nearest - time.monotonic())):
-            worker: _Worker = key.data
+            worker: Worker = key.data
             try:
                 reply = worker.receive()
             except (OSError, ValueError, RecursionError):
@@ -314,7 +193,7 @@ class _Call:
             if reply is not None:
                 self._replied(worker, reply)
 
-    def _replied(self, worker: _Worker, reply: dict[str, Any]) -> None:
+    def _replied(self, worker: Worker, reply: dict[str, Any]) -> None:
         item = self._release(worker)
         outcome = Outcome(**reply)
         if outcome.kind == "memory" and worker.served > 1:
@@ -328,7 +207,7 @@ class _Call:
         else:
             idle.append(worker)
 
-    def _lost(self, worker: _Worker) -> None:
+    def _lost(self, worker: Worker) -> None:
         """A worker died. Where a fresh one dies of the same item, the item did it."""
         item = self._release(worker)
         if item.retried:
@@ -348,12 +227,12 @@ class _Call:
                 self.outcomes[item.index] = Outcome("timeout")
             self.pool._end(worker)
 
-    def _again(self, item: _Try) -> None:
+    def _again(self, item: Try) -> None:
         item.retried = True
         item.seconds = self.pool._timeout
         self.slow.append(item)
 
-    def _release(self, worker: _Worker) -> _Try:
+    def _release(self, worker: Worker) -> Try:
         del self.busy[worker.pid]
         self.selector.unregister(worker.socket)
         item, worker.current = worker.current, None

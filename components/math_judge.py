@@ -1,0 +1,183 @@
+"""Whether two answers say the same, by math-verify; runs in worker processes (sparrow/worker_pool.py), never in a run.
+
+math-verify is told the answer, not the response: its own search would take any formula out of a box that hedges. What
+stands around it here are the rules that it lacks: words, choices, units, times, bases, the size of an error, and the
+imaginary unit.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from functools import lru_cache
+from typing import Any
+
+import sympy
+from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
+from math_verify import verify
+from math_verify.grader import get_pct_val, should_treat_as_complex
+
+from sparrow.components.math_answer import plain_integer, quick_verdict, tidy, too_much
+from sparrow.components.math_words import base_digits, choice, clock, split_unit, strip_words, word_key
+
+logging.disable(logging.CRITICAL)  # math-verify warns that its own time-outs are off
+
+# Units are stripped here, by words and not by letters: math-verify takes the h of "3h" for hours.
+_NORMALIZE = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
+# What six decimals of a number around 1 give; relative, so that 1e-9 is not 0.
+RELATIVE_ERROR = 2e-6
+
+
+def judge(item: list[Any]) -> Any:
+    """`["verdict", answer, golds]` -> bool; `["problem", gold]` -> str or None; `["canonical", answer]` -> str."""
+    what, *arguments = item
+    if what == "verdict":
+        answer, golds = arguments
+        return any(equivalent(gold, answer) for gold in golds)
+    return problem(*arguments) if what == "problem" else canonical(*arguments)
+
+
+def equivalent(gold: str, answer: str) -> bool:
+    """Raises what sympy raises where neither side is to blame."""
+    if too_much(answer):
+        return False
+    verdict = quick_verdict(answer, gold)
+    return slow_verdict(answer, gold) if verdict is None else verdict
+
+
+def slow_verdict(answer: str, gold: str) -> bool:
+    """With mathematics; agrees with `quick_verdict` where that knows."""
+    ours, theirs = tidy(answer), tidy(gold)
+    if ours == theirs:
+        return bool(ours)
+    for rule in (_by_choice, _by_words, _by_clock, _by_base):
+        verdict = rule(ours, theirs)
+        if verdict is not None:
+            return verdict
+    (ours, our_unit), (theirs, their_unit) = split_unit(ours), split_unit(theirs)
+    if our_unit and their_unit and our_unit != their_unit:
+        return False
+    a, b = plain_integer(ours), plain_integer(theirs)
+    if a is not None and b is not None:
+        return a == b
+    return _by_mathematics(ours, theirs)
+
+
+def _by_choice(answer: str, gold: str) -> bool | None:
+    letter = choice(gold, strict=True)
+    return None if letter is None else choice(answer) == letter
+
+
+def _by_words(answer: str, gold: str) -> bool | None:
+    """A gold answer in words wants these words; letters are never multiplied, else "no" would be "on"."""
+    wanted = word_key(gold)
+    if wanted is not None:
+        return word_key(answer) == wanted
+    return False if word_key(answer) is not None else None
+
+
+def _by_clock(answer: str, gold: str) -> bool | None:
+    ours, theirs = clock(answer), clock(gold)
+    if ours is None or theirs is None:
+        return None
+    return ours[0] == theirs[0] and (ours[1] == theirs[1] or not ours[1] or not theirs[1])
+
+
+def _by_base(answer: str, gold: str) -> bool | None:
+    ours, theirs = base_digits(answer), base_digits(gold)
+    if ours is None or theirs is None or (ours[1] is None and theirs[1] is None):
+        return None
+    return ours[0] == theirs[0] and (ours[1] == theirs[1] or ours[1] is None or theirs[1] is None)
+
+
+def _by_mathematics(answer: str, gold: str) -> bool:
+    try:
+        ours, theirs = parse(answer), parse(gold)
+        if ours is None or theirs is None:
+            return answer.replace(" ", "") == gold.replace(" ", "")
+        same = verify(theirs, ours, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
+        return bool(same) and _close(ours, theirs)
+    except (RecursionError, OverflowError, ZeroDivisionError):
+        return False
+    except ValueError as error:
+        # Not a number, or more digits than Python prints: the answer's doing, since the gold one was checked.
+        if "nan or zoo" in str(error) or "integer string conversion" in str(error):
+            return False
+        raise
+
+
+def _close(ours: Any, theirs: Any) -> bool:
+    """Numbers that are equal after math-verify's rounding to six decimals must be so relative to their size, too."""
+    if not (getattr(ours, "is_number", False) and getattr(theirs, "is_number", False)):
+        return True
+    if not (ours.has(sympy.Float) or theirs.has(sympy.Float)):
+        return True
+    if get_pct_val(ours) is not None or get_pct_val(theirs) is not None:
+        return True
+    a, b = (complex(x.doit().evalf()) for x in (ours, theirs))
+    return abs(a - b) <= RELATIVE_ERROR * max(abs(a), abs(b))
+
+
+@lru_cache(maxsize=256)
+def parse(tidied: str) -> Any:
+    """sympy's expression, or None."""
+    latex = normalize_latex(strip_words(tidied), _NORMALIZE)
+    parts = re.split(r"(?<![\\<>!:])=", latex)
+    # x = 1/2 = 0.5 is an answer, if no other one is listed beside it.
+    chain = len(parts) > 2 and "," not in latex and ";" not in latex
+    for attempt in (latex, parts[-1]) if chain else (latex,):
+        try:
+            found = latex2sympy(attempt, is_real=not should_treat_as_complex(attempt), convert_degrees=False)
+        except Exception:  # the parser raises anything on junk
+            continue
+        return _with_imaginary_unit(found)
+    return None
+
+
+def _with_imaginary_unit(found: Any) -> Any:
+    """An i that is the only letter is the imaginary unit."""
+    symbols: set[Any] = getattr(found, "free_symbols", set())
+    if {symbol.name for symbol in symbols} == {"i"}:
+        return found.subs(dict.fromkeys(symbols, sympy.I))
+    return found
+
+
+def problem(gold: str) -> str | None:
+    """Why a gold answer cannot be used, if it cannot."""
+    tidied = tidy(gold)
+    if not tidied:
+        return "is empty"
+    if too_much(gold):
+        return "is longer or deeper than an answer may be"
+    in_words = word_key(tidied) is not None or choice(tidied, strict=True) is not None or clock(tidied) is not None
+    if not in_words and plain_integer(tidied) is None and parse(split_unit(tidied)[0]) is None:
+        return "cannot be parsed"
+    return None if in_words or slow_self(tidied) else "does not equal itself"
+
+
+def slow_self(tidied: str) -> bool:
+    """Whether mathematics, too, finds it equal to itself."""
+    value = split_unit(tidied)[0]
+    return base_digits(tidied) is not None or _by_mathematics(value, value)
+
+
+def canonical(answer: str) -> str:
+    """The same text for answers that are the same, as far as evaluation shows; for votes."""
+    tidied = tidy(answer)
+    if (words := word_key(tidied)) is not None:
+        return words
+    value = split_unit(tidied)[0]
+    if (integer := plain_integer(value)) is not None:
+        return integer
+    found = None if too_much(answer) else parse(value)
+    return value.replace(" ", "") if found is None else _canonical(found)
+
+
+def _canonical(found: Any) -> str:
+    if isinstance(found, sympy.Eq) and isinstance(found.lhs, sympy.Symbol):
+        found = found.rhs
+    found = found.doit()
+    if getattr(found, "is_number", False):
+        number = sympy.nsimplify(found, rational=True) if found.has(sympy.Float) else found
+        return str(number) if number.is_Rational else str(number.evalf(6))
+    return str(sympy.simplify(found)) if isinstance(found, sympy.Expr) else str(found)
