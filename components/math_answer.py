@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Callable
-from fractions import Fraction
 from functools import lru_cache
 
 # Of a response's end, in which its answer must stand, and of an answer. Longer answers are wrong unread.
@@ -19,7 +18,9 @@ MAX_NESTING = 40
 
 _BRACE_OR_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*\{?|\\.|[{}]", re.DOTALL)
 _ANCHOR = re.compile(r"(?:answer|solution)\W{0,8}?(?:\s+is\b|:|=)|####", re.IGNORECASE)
-_MATH = re.compile(r"\$\$([^$]+)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+# Another opener ends a formula: ten thousand of them must not each be searched to the end.
+_NO_BRACKET = r"(?:[^\\]|\\(?![()\[\]]))+"
+_MATH = re.compile(rf"\$\$([^$]+)\$\$|\$([^$\n]+)\$|\\\(({_NO_BRACKET})\\\)|\\\[({_NO_BRACKET})\\\]")
 # ASCII digits, thousands grouped or not; a sign counts only where no digit precedes it.
 _NUMBER = re.compile(
     r"(?:(?<![0-9A-Za-z.])[+-])?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
@@ -192,50 +193,3 @@ def too_much(answer: str) -> bool:
         depth += (character in "{([") - (character in "})]")
         deepest = max(deepest, depth)
     return len(answer) > MAX_ANSWER_CHARS or deepest > MAX_NESTING
-
-
-def plain_integer(tidied: str) -> str | None:
-    """In canonical digits, if it is one; as text, since Python refuses to parse 5,000 digits."""
-    match = re.fullmatch(r"([+-]?) ?0*([0-9]+)", tidied)
-    if match is None:
-        return None
-    return match[2] if match[1] != "-" or match[2] == "0" else f"-{match[2]}"
-
-
-_RATIONAL = re.compile(
-    r"(?P<sign>[+-]?) ?(?:(?P<decimal>[0-9]{0,15}\.[0-9]{1,15})"
-    r"|\\frac ?\{(?P<a>[0-9]{1,15})\} ?\{(?P<b>[0-9]{1,15})\}|(?P<c>[0-9]{1,15})(?: ?/ ?(?P<d>[0-9]{1,15}))?)"
-)
-# A space that parts no two words or digits.
-_IDLE_SPACE = re.compile(r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])")
-# Decimals this far apart are not the same rounded; those between are for mathematics to tell.
-_SURELY_APART = Fraction(1, 10**5)
-
-
-def rational(tidied: str) -> tuple[Fraction, bool] | None:
-    """The value of a plain integer, fraction or decimal of at most 15 digits, and whether it is a decimal."""
-    match = _RATIONAL.fullmatch(tidied)
-    if match is None:
-        return None
-    decimal, denominator = match["decimal"], int(match["b"] or match["d"] or 1)
-    if denominator == 0:
-        return None
-    value = Fraction(decimal) if decimal else Fraction(int(match["a"] or match["c"]), denominator)
-    return (-value if match["sign"] == "-" else value), decimal is not None
-
-
-def quick_verdict(answer: str, gold: str) -> bool | None:
-    """Right or wrong where that takes no algebra (the same spelling, or two plain numbers); else None."""
-    ours, theirs = tidy(answer), tidy(gold)
-    if _IDLE_SPACE.sub("", ours) == _IDLE_SPACE.sub("", theirs):
-        return bool(ours)
-    a, b = plain_integer(ours), plain_integer(theirs)
-    if a is not None and b is not None:
-        return a == b
-    x, y = rational(ours), rational(theirs)
-    if x is None or y is None:
-        return None
-    if x[0] == y[0]:
-        return True
-    rounded = x[1] or y[1]
-    return None if rounded and abs(x[0] - y[0]) <= _SURELY_APART * max(abs(x[0]), abs(y[0])) else False

@@ -1,8 +1,7 @@
 """Whether two answers say the same, by math-verify; runs in worker processes (sparrow/worker_pool.py), never in a run.
 
-math-verify is told the answer, not the response: its own search would take any formula out of a box that hedges. What
-stands around it here are the rules that it lacks: words, choices, units, times, bases, the size of an error, and the
-imaginary unit.
+math-verify is told the answer, not the response: its own search would take any formula out of a box that hedges. Around
+it are what it lacks: the rules of math_rules.py, the relative size of an error, and the imaginary unit.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_la
 from math_verify import verify
 from math_verify.grader import get_pct_val, should_treat_as_complex
 
-from sparrow.components.math_answer import plain_integer, quick_verdict, tidy, too_much
+from sparrow.components.math_answer import tidy, too_much
+from sparrow.components.math_rules import plain_integer, quick_verdict
 from sparrow.components.math_words import base_digits, choice, clock, split_unit, strip_words, word_key
 
 logging.disable(logging.CRITICAL)  # math-verify warns that its own time-outs are off
@@ -42,55 +42,11 @@ def equivalent(gold: str, answer: str) -> bool:
     if too_much(answer):
         return False
     verdict = quick_verdict(answer, gold)
-    return slow_verdict(answer, gold) if verdict is None else verdict
+    return by_mathematics(split_unit(tidy(answer))[0], split_unit(tidy(gold))[0]) if verdict is None else verdict
 
 
-def slow_verdict(answer: str, gold: str) -> bool:
-    """With mathematics; agrees with `quick_verdict` where that knows."""
-    ours, theirs = tidy(answer), tidy(gold)
-    if ours == theirs:
-        return bool(ours)
-    for rule in (_by_choice, _by_words, _by_clock, _by_base):
-        verdict = rule(ours, theirs)
-        if verdict is not None:
-            return verdict
-    (ours, our_unit), (theirs, their_unit) = split_unit(ours), split_unit(theirs)
-    if our_unit and their_unit and our_unit != their_unit:
-        return False
-    a, b = plain_integer(ours), plain_integer(theirs)
-    if a is not None and b is not None:
-        return a == b
-    return _by_mathematics(ours, theirs)
-
-
-def _by_choice(answer: str, gold: str) -> bool | None:
-    letter = choice(gold, strict=True)
-    return None if letter is None else choice(answer) == letter
-
-
-def _by_words(answer: str, gold: str) -> bool | None:
-    """A gold answer in words wants these words; letters are never multiplied, else "no" would be "on"."""
-    wanted = word_key(gold)
-    if wanted is not None:
-        return word_key(answer) == wanted
-    return False if word_key(answer) is not None else None
-
-
-def _by_clock(answer: str, gold: str) -> bool | None:
-    ours, theirs = clock(answer), clock(gold)
-    if ours is None or theirs is None:
-        return None
-    return ours[0] == theirs[0] and (ours[1] == theirs[1] or not ours[1] or not theirs[1])
-
-
-def _by_base(answer: str, gold: str) -> bool | None:
-    ours, theirs = base_digits(answer), base_digits(gold)
-    if ours is None or theirs is None or (ours[1] is None and theirs[1] is None):
-        return None
-    return ours[0] == theirs[0] and (ours[1] == theirs[1] or ours[1] is None or theirs[1] is None)
-
-
-def _by_mathematics(answer: str, gold: str) -> bool:
+def by_mathematics(answer: str, gold: str) -> bool:
+    """Of tidied values without units."""
     try:
         ours, theirs = parse(answer), parse(gold)
         if ours is None or theirs is None:
@@ -152,13 +108,13 @@ def problem(gold: str) -> str | None:
     in_words = word_key(tidied) is not None or choice(tidied, strict=True) is not None or clock(tidied) is not None
     if not in_words and plain_integer(tidied) is None and parse(split_unit(tidied)[0]) is None:
         return "cannot be parsed"
-    return None if in_words or slow_self(tidied) else "does not equal itself"
+    return None if in_words or _equals_itself(tidied) else "does not equal itself"
 
 
-def slow_self(tidied: str) -> bool:
-    """Whether mathematics, too, finds it equal to itself."""
+def _equals_itself(tidied: str) -> bool:
+    """For mathematics, too."""
     value = split_unit(tidied)[0]
-    return base_digits(tidied) is not None or _by_mathematics(value, value)
+    return base_digits(tidied) is not None or by_mathematics(value, value)
 
 
 def canonical(answer: str) -> str:

@@ -8,7 +8,8 @@ import numbers
 from collections.abc import Sequence
 from typing import Any
 
-from sparrow.components.math_answer import find_answer, quick_verdict, too_much
+from sparrow.components.math_answer import find_answer, too_much
+from sparrow.components.math_rules import quick_verdict
 from sparrow.errors import UserError
 from sparrow.worker_pool import Outcome, WorkerPool
 
