@@ -36,8 +36,8 @@ class MathReward:
     Args:
         weight: factor in the sum of rewards.
         workers: processes on this rank, started at the first call.
-        timeout: seconds for one answer.
-        budget: seconds for the answers of one call that are slow (sparrow/worker_pool.py); ordinary ones do not count.
+        timeout: CPU seconds for one answer.
+        budget: CPU seconds of a worker for the slow answers of one call (sparrow/worker_pool.py); others do not count.
         memory_mb: address space of a worker.
         recycle: answers after which a worker is replaced.
 

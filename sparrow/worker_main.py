@@ -5,7 +5,8 @@ single-threaded, holds no GPU and no secret of the parent, and ends with the par
 where a fresh interpreter with its imports costs a second, so a worker may be killed at every item.
 
 Control messages, one datagram each: `fork` with a socket attached -> the worker's pid; `kill PID` -> its wait status.
-A worker's messages are frames: four bytes of length, then UTF-8 JSON.
+A worker's messages are frames: length and CPU seconds allowed (unused in replies), then UTF-8 JSON. Past its seconds a
+worker is ended by the kernel (SIGPROF), which C code cannot hold up, and which a loaded machine does not bring nearer.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-LENGTH = struct.Struct(">I")
+HEADER = struct.Struct(">Id")
 PR_SET_PDEATHSIG = 1
 PARENT_CHECK_SECONDS = 1.0
 
@@ -35,6 +36,7 @@ def main() -> None:
     # A Ctrl-C or a scheduler's SIGTERM is for the parent, which may want to finish its step.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     control = socket.socket(fileno=options["control"])
     sys.path[:] = options["path"]
     module, _, name = options["function"].rpartition(".")
@@ -67,7 +69,7 @@ def main() -> None:
 
 
 def _end(pid: int) -> int:
-    """Kills a worker and returns its wait status; it was not waited for before, so the number is still its own."""
+    """Kills a worker, if it has not ended, and returns its wait status; not waited for, the number is still its own."""
     os.kill(pid, signal.SIGKILL)
     return os.waitpid(pid, 0)[1]
 
@@ -100,9 +102,13 @@ def _confine(template: int, memory_mb: int) -> None:
 
 def _serve(work: socket.socket, function: Callable[[Any], Any]) -> NoReturn:
     with work.makefile("rb") as frames:
-        while header := frames.read(LENGTH.size):
-            reply = _answer(function, frames.read(LENGTH.unpack(header)[0]))
-            work.sendall(LENGTH.pack(len(reply)) + reply)
+        while header := frames.read(HEADER.size):
+            length, seconds = HEADER.unpack(header)
+            item = frames.read(length)
+            signal.setitimer(signal.ITIMER_PROF, seconds)
+            reply = _answer(function, item)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            work.sendall(HEADER.pack(len(reply), 0) + reply)
     os._exit(0)
 
 

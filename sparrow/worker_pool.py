@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import selectors
+import signal
 import threading
 import time
 from collections import deque
@@ -20,9 +22,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sparrow.errors import UserError
-from sparrow.worker_process import Template, Try, Worker, WorkersLostError
+from sparrow.worker_process import WALL_PER_CPU, Template, Try, Worker, WorkersLostError
 
-# Of a first try, however many items share the budget; some 20 times what an ordinary answer needs.
+# CPU time of a first try, however many items share the budget; several times what an ordinary answer needs.
 SHORTEST_TRY_SECONDS = 0.05
 # Deaths of the template process in one call, after which something is wrong with the machine.
 MAX_RESTARTS = 3
@@ -47,18 +49,20 @@ class Outcome:
 class WorkerPool:
     """N processes that call a function on one item at a time each.
 
-    Time: in a first round each item may take its share of half the budget (`budget * workers / 2 / items`, from
-    SHORTEST_TRY_SECONDS up to `timeout`). What was slower is tried again with the whole `timeout`, while the budget
-    lasts; the rest are time-outs. So ordinary items are never starved by hostile ones, and a call takes about
-    max(budget, budget / 2 + items * SHORTEST_TRY_SECONDS / workers) seconds at most, whatever is in it.
+    Time is CPU time, so that a loaded machine turns no answer into a time-out. In a first round each item may take its
+    share of half the budget (`budget * workers / 2 / items`, from SHORTEST_TRY_SECONDS up to `timeout`). What was
+    slower is tried again with the whole `timeout`; each that fails again takes it from the other half of the budget,
+    and when that is spent the rest are time-outs. So ordinary items are never starved by hostile ones, and on idle
+    cores a call takes about max(budget, budget / 2 + items * SHORTEST_TRY_SECONDS / workers) seconds at most, whatever
+    is in it. Wall time is limited too, to WALL_PER_CPU times these.
     An item whose worker died or ran out of memory gets one more try in a fresh worker.
 
     Args:
         function: dotted path of a function of one JSON value that returns a JSON value. Its module is imported in a
             process of its own: keep torch out of it.
         workers: processes.
-        timeout: seconds for one item, wall time.
-        budget: seconds for one call, wall time; see above.
+        timeout: CPU seconds for one item.
+        budget: CPU seconds of each worker for the slow items of one call; see above.
         memory_mb: address space of a worker.
         recycle: items after which a worker is replaced.
         warm_up: items of your own, put through the function once before any worker is forked: each has its caches.
@@ -120,10 +124,11 @@ class WorkerPool:
             self._template = Template(self._function, self._memory_mb, self._warm_up)
         return Worker(self._template)
 
-    def _end(self, worker: Worker) -> None:
+    def _end(self, worker: Worker) -> int:
+        """Its wait status."""
         worker.socket.close()
         assert self._template is not None
-        self._template.kill(worker.pid)
+        return self._template.kill(worker.pid)
 
 
 class _Call:
@@ -141,12 +146,13 @@ class _Call:
         self.busy: dict[int, Worker] = {}
         self.selector = selectors.DefaultSelector()
         self.restarts = 0
+        self.left = math.inf  # CPU seconds for tries that fail
 
     def run(self) -> list[Outcome]:
-        started = time.monotonic()
         try:
             self._round(self.waiting, math.inf)
-            self._round(self.slow, max(started + self.pool._budget, time.monotonic() + self.pool._budget / 2))
+            self.left = self.pool._budget * self.pool._workers / 2
+            self._round(self.slow, time.monotonic() + WALL_PER_CPU * self.pool._budget / 2)
         finally:
             for worker in self.busy.values():  # an exception passes: their replies would go to the next call
                 worker.socket.close()
@@ -158,7 +164,7 @@ class _Call:
 
     def _round(self, waiting: deque[Try], until: float) -> None:
         while waiting or self.busy:
-            if time.monotonic() >= until:
+            if time.monotonic() >= until or self.left <= 0:
                 while waiting:
                     self.outcomes[waiting.popleft().index] = Outcome("timeout")
             try:
@@ -208,24 +214,33 @@ class _Call:
             idle.append(worker)
 
     def _lost(self, worker: Worker) -> None:
-        """A worker died. Where a fresh one dies of the same item, the item did it."""
+        """A worker died: of its CPU limit, or of what is not known. Where a fresh one does, too, the item did it."""
         item = self._release(worker)
-        if item.retried:
+        try:
+            status = self.pool._end(worker)
+        except ConnectionError:
+            self._again(item)  # the template is gone, and took the worker with it
+            raise
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
+            self._late(item)
+        elif item.retried:
             self.outcomes[item.index] = Outcome("memory", detail="its worker died, twice")
         else:
             self._again(item)
-        self.pool._end(worker)
 
     def _end_late(self) -> None:
         now = time.monotonic()
         for worker in [worker for worker in self.busy.values() if worker.deadline <= now]:
-            item = self._release(worker)
-            if item.seconds < self.pool._timeout:
-                item.seconds = self.pool._timeout
-                self.slow.append(item)
-            else:
-                self.outcomes[item.index] = Outcome("timeout")
+            self._late(self._release(worker))
             self.pool._end(worker)
+
+    def _late(self, item: Try) -> None:
+        self.left -= item.seconds
+        if item.seconds < self.pool._timeout:
+            item.seconds = self.pool._timeout
+            self.slow.append(item)
+        else:
+            self.outcomes[item.index] = Outcome("timeout")
 
     def _again(self, item: Try) -> None:
         item.retried = True

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparrow.worker_main import LENGTH
+from sparrow.worker_main import HEADER
 
 START_SECONDS = 120.0
 SEND_SECONDS = 10.0
 MAX_REPLY_BYTES = 1 << 20
+# Wall time that a try may take, in its CPU seconds: for items that sleep, and for a machine that others load.
+WALL_PER_CPU = 10.0
 # The rest of the environment may hold keys, which text of a model has no business near.
 KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "TMPDIR", "VIRTUAL_ENV")
 
@@ -28,7 +30,7 @@ class WorkersLostError(RuntimeError):
 
 @dataclass
 class Try:
-    """An item of a call, on its way through the workers."""
+    """An item of a call, on its way through the workers, and the CPU seconds it may take."""
 
     index: int
     payload: bytes
@@ -53,8 +55,8 @@ class Worker:
         """Raises OSError if the process is gone."""
         self.current = item
         self.served += 1
-        self.deadline = min(time.monotonic() + item.seconds, until)
-        self.socket.sendall(LENGTH.pack(len(item.payload)) + item.payload)
+        self.deadline = min(time.monotonic() + WALL_PER_CPU * item.seconds, until)
+        self.socket.sendall(HEADER.pack(len(item.payload), item.seconds) + item.payload)
 
     def receive(self) -> dict[str, Any] | None:
         """The reply once it is complete; raises ConnectionError if the process ended, or talks nonsense."""
@@ -62,14 +64,14 @@ class Worker:
         if not chunk:
             raise ConnectionError("a worker ended")
         self._received += chunk
-        if len(self._received) < LENGTH.size:
+        if len(self._received) < HEADER.size:
             return None
-        length = LENGTH.unpack_from(self._received)[0]
+        length = HEADER.unpack_from(self._received)[0]
         if length > MAX_REPLY_BYTES:
             raise ConnectionError("a worker's reply is too long")
-        if len(self._received) < LENGTH.size + length:
+        if len(self._received) < HEADER.size + length:
             return None
-        reply: dict[str, Any] = json.loads(self._received[LENGTH.size :])
+        reply: dict[str, Any] = json.loads(self._received[HEADER.size :])
         self._received.clear()
         return reply
 

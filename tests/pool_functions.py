@@ -40,6 +40,13 @@ def _sleep(seconds: float) -> str:
     return "slept"
 
 
+def _work(cpu_seconds: float) -> str:
+    until = time.process_time() + cpu_seconds
+    while time.process_time() < until:
+        pass
+    return "worked"
+
+
 def _spin(_: Any) -> None:
     while True:
         pass

@@ -61,6 +61,16 @@ def test_an_item_that_hangs_is_a_timeout_and_its_neighbours_are_done(pool: Worke
     assert kinds(pool, ["echo", 1], [what, None], ["echo", 2]) == ["done", "timeout", "done"]
 
 
+def test_an_item_that_sleeps_is_a_timeout_too() -> None:
+    pool = WorkerPool(FUNCTION, timeout=0.1)
+    assert kinds(pool, ["sleep", 300], ["echo", 2]) == ["timeout", "done"]
+    pool.close()
+
+
+def test_time_is_cpu_time(pool: WorkerPool) -> None:
+    assert kinds(pool, ["sleep", 4]) == ["done"]  # twice its CPU seconds
+
+
 def test_memory_is_an_outcome_of_its_own(pool: WorkerPool) -> None:
     assert kinds(pool, ["echo", 1], ["memory", 4000], ["memory", 10]) == ["done", "memory", "done"]
 
@@ -82,15 +92,15 @@ def test_an_item_whose_worker_died_gets_another_try(pool: WorkerPool, tmp_path: 
 def test_a_slow_item_is_tried_again_with_the_whole_timeout() -> None:
     pool = WorkerPool(FUNCTION, workers=1, timeout=20.0, budget=1.0)
     # A share of 0.1 s each at first.
-    outcomes = pool.map([["sleep", 0.5], *[["echo", 1]] * 4])
+    outcomes = pool.map([["work", 0.5], *[["echo", 1]] * 4])
     assert [outcome.kind for outcome in outcomes] == ["done"] * 5
     pool.close()
 
 
 def test_hostile_items_exhaust_the_budget_but_starve_nobody() -> None:
-    pool = WorkerPool(FUNCTION, timeout=1000.0, budget=2.0)
+    pool = WorkerPool(FUNCTION, timeout=0.5, budget=2.0)
     results: list[list[str]] = []
-    items = [["sleep", 300]] * 20 + [["echo", 1]] * 3
+    items = [["spin", None]] * 20 + [["echo", 1]] * 3
     runner = threading.Thread(target=lambda: results.append(kinds(pool, *items)), daemon=True)
     runner.start()
     runner.join(timeout=120)

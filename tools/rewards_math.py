@@ -60,7 +60,13 @@ def pathological(count: int) -> list[str]:
     ]  # fmt: skip
     answers = [rf"\boxed{{{shapes[n % len(shapes)].format(n=n + 2)}}}" for n in range(count)]
     # Some that hang a reader rather than a calculator.
-    long = ["{" * 100_000, r"\boxed{" * 15_000, r"\(" * 50_000, r"\boxed{" + "(" * 30_000 + ")" * 30_000 + "}", "1," * 50_000]
+    long = [
+        "{" * 100_000,
+        r"\boxed{" * 15_000,
+        r"\(" * 50_000,
+        r"\boxed{" + "(" * 30_000 + ")" * 30_000 + "}",
+        "1," * 50_000,
+    ]
     answers[:: len(shapes)] = [f"{n} {long[n % len(long)]}" for n in range(len(answers[:: len(shapes)]))]
     return answers
 
@@ -87,7 +93,9 @@ def measure_math(workers: int, answers: int, hostile: int) -> dict[str, Any]:
 
 def show_math(result: dict[str, Any]) -> str:
     """A line a set."""
-    lines = [f"{result['workers']} workers, {result['cores']} cores, load {result['load']:.1f}; start {result['start_s']:.1f} s"]
+    lines = [
+        f"{result['workers']} workers, {result['cores']} cores, load {result['load']:.1f}; start {result['start_s']:.1f} s"
+    ]
     for name in ("ordinary", "pathological"):
         part = result[name]
         counts = ", ".join(f"{part[key]} {key}" for key in ("correct", "wrong", "no_answer", "timeout", "error"))
