@@ -218,8 +218,11 @@ class _Call:
         item = self._release(worker)
         try:
             status = self.pool._end(worker)
-        except ConnectionError:
-            self._again(item)  # the template is gone, and took the worker with it
+        except ConnectionError as error:  # the template is gone, and took the worker with it
+            if item.retried:
+                self.outcomes[item.index] = Outcome("error", detail=f"{error}")
+            else:
+                self._again(item)
             raise
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
             self._late(item)

@@ -14,7 +14,8 @@ SAMPLES = 8
 _KINDS = {"integer": 60, "number": 20, "expression": 20}
 _EXPRESSIONS = [
     r"{a}\sqrt{{{b}}}", r"\frac{{{a}\pi}}{{{b}}}", "({a}, {b})", "{a}, {b}", "[{a}, {c}]", "x^2 + {a}x - {b}",
-    r"\frac{{{a}\sqrt{{{b}}}}}{{{c}}}", "{a} + {b}i", r"x = {a} - \sqrt{{{b}}}", r"\text{{odd}}", r"{a}\text{{ cm}}^2", r"\log_{{{a}}} {b}",
+    r"\frac{{{a}\sqrt{{{b}}}}}{{{c}}}", "{a} + {b}i", r"x = {a} - \sqrt{{{b}}}", r"\text{{odd}}",
+    r"{a}\text{{ cm}}^2", r"\log_{{{a}}} {b}",
 ]  # fmt: skip
 
 
@@ -54,19 +55,14 @@ def pathological(count: int) -> list[str]:
     """Responses that hang or swell what reads them, no two the same."""
     shapes = [
         "9^{{9^{{9^{{{n}}}}}}}", "9**9**9**{n}", "10^{{10^{{{n}0}}}}", "({n}!)!!", "{n}00000!",
-        r"\sum_{{k=1}}^{{{n}99999999}} \sin(k)^k", r"\prod_{{k=1}}^{{99999999{n}}} (k+1)", r"\int_0^{{{n}}} e^{{\sin(x^x)}} dx",
-        r"\binom{{{n}99999999}}{{49999999}}", "(x+1)^{{{n}999}}", r"\begin{{pmatrix}}1&2\\3&4\end{{pmatrix}}^{{{n}99999}}",
-        "(x+y+z+1)^{{4{n}}} - (z+y+x+2)^{{4{n}}}",
+        r"\sum_{{k=1}}^{{{n}99999999}} \sin(k)^k", r"\prod_{{k=1}}^{{99999999{n}}} (k+1)",
+        r"\int_0^{{{n}}} e^{{\sin(x^x)}} dx", r"\binom{{{n}99999999}}{{49999999}}", "(x+1)^{{{n}999}}",
+        r"\begin{{pmatrix}}1&2\\3&4\end{{pmatrix}}^{{{n}99999}}", "(x+y+z+1)^{{4{n}}} - (z+y+x+2)^{{4{n}}}",
     ]  # fmt: skip
     answers = [rf"\boxed{{{shapes[n % len(shapes)].format(n=n + 2)}}}" for n in range(count)]
     # Some that hang a reader rather than a calculator.
-    long = [
-        "{" * 100_000,
-        r"\boxed{" * 15_000,
-        r"\(" * 50_000,
-        r"\boxed{" + "(" * 30_000 + ")" * 30_000 + "}",
-        "1," * 50_000,
-    ]
+    nested = "(" * 30_000 + ")" * 30_000
+    long = ["{" * 100_000, r"\boxed{" * 15_000, r"\(" * 50_000, rf"\boxed{{{nested}}}", "1," * 50_000]
     answers[:: len(shapes)] = [f"{n} {long[n % len(long)]}" for n in range(len(answers[:: len(shapes)]))]
     return answers
 
@@ -93,9 +89,8 @@ def measure_math(workers: int, answers: int, hostile: int) -> dict[str, Any]:
 
 def show_math(result: dict[str, Any]) -> str:
     """A line a set."""
-    lines = [
-        f"{result['workers']} workers, {result['cores']} cores, load {result['load']:.1f}; start {result['start_s']:.1f} s"
-    ]
+    machine = f"{result['workers']} workers, {result['cores']} cores, load {result['load']:.1f}"
+    lines = [f"{machine}; start {result['start_s']:.1f} s"]
     for name in ("ordinary", "pathological"):
         part = result[name]
         counts = ", ".join(f"{part[key]} {key}" for key in ("correct", "wrong", "no_answer", "timeout", "error"))

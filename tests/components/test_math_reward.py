@@ -20,7 +20,7 @@ from .math_responses import KNOWN_WRONG, WHOLE
 
 @pytest.fixture(scope="module")
 def reward() -> Iterator[MathReward]:
-    reward = MathReward(timeout=5.0, budget=60.0)
+    reward = MathReward(timeout=2.0, budget=60.0)
     yield reward
     reward.close()
 
