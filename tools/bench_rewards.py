@@ -1,6 +1,7 @@
 """Benchmarks of the rewards: answers a second, and how long hostile ones hold up a step.
 
   python tools/bench_rewards.py math --workers 2
+  python tools/bench_rewards.py code --workers 1 2
 
 docs/tasks.md says what the answers of each mode are.
 """
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 
 import torch
+from rewards_code import measure_code, show_code
 from rewards_math import measure_math, show_math
 from tool_results import benchmark
 
@@ -36,7 +38,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     math.add_argument("--workers", type=_count, default=2)
     math.add_argument("--answers", type=_count, default=4096, help="ordinary ones, 8 a prompt")
     math.add_argument("--pathological", type=_count, default=1000)
-    for mode in (math,):
+    code = modes.add_parser("code", help="programs in the sandbox, by number of workers")
+    code.set_defaults(measure=lambda args: measure_code(args.runs, args.workers), show=show_code)
+    code.add_argument("--workers", type=_count, nargs="+", default=[1, 2])
+    code.add_argument("--runs", type=_count, default=200)
+    for mode in (math, code):
         mode.add_argument("--out", type=Path, help="JSON file")
     return parser.parse_args(argv)
 
