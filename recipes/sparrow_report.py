@@ -49,11 +49,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _report(folders: list[Path], output: Path | None) -> None:
-    page = output or (folders[0] / "report.html" if len(folders) == 1 else Path("report.html"))
-    if page.suffix != ".html" or page.is_dir() or not page.parent.is_dir():
-        raise UserError(f"--output {page}: give a file that ends with .html, in a folder that exists")
+    if output is not None and (output.suffix != ".html" or output.is_dir() or not output.parent.is_dir()):
+        raise UserError(f"--output {output}: give a file that ends with .html, in a folder that exists")
     samples = max(SAMPLES // len(folders), 1)
     runs = [read_run(folder, name, samples) for folder, name in zip(folders, names(folders), strict=True)]
+    page = output or (folders[0] if len(folders) == 1 else Path()) / "report.html"
     try:
         _write(page, render(runs, time.time()))
         pictures = _draw(runs, page)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from sparrow.tracking.picture import draw_run, series, smoothed
+from sparrow.tracking.picture import draw_run
 
 
 def written(tmp_path: Path, rows: list[dict[str, Any]], tail: str = "") -> Path:
@@ -36,24 +35,12 @@ def metrics(step: int) -> dict[str, Any]:
     }
 
 
-def test_series_leaves_out_steps_without_the_metric_and_reads_nan() -> None:
-    steps: dict[int, dict[str, Any]] = {1: {"reward": 0.5}, 2: {}, 3: {"reward": "nan"}}
-    at, values = series(steps, "reward")
-    assert at == [1, 3]
-    assert values[0] == 0.5 and math.isnan(values[1])
-
-
-def test_smoothing_is_the_mean_of_what_is_finite() -> None:
-    np.testing.assert_allclose(smoothed([1.0, math.nan, 4.0, math.inf, 2.0], 2), [1.0, 1.0, 4.0, 4.0, 2.0])
-    assert math.isnan(smoothed([math.nan], 3)[0])
-
-
 @pytest.mark.parametrize("count", [1, 45])
 def test_a_run_in_progress_gives_a_picture(tmp_path: Path, count: int) -> None:
     file = written(tmp_path, [metrics(step) for step in range(1, count + 1)], tail='{"step": 4, "rew')
     draw_run(file, tmp_path / "run.png", tau=0.9)
     image = imread(tmp_path / "run.png")
-    assert image.shape == (770, 1210, 4)
+    assert image.shape == (720, 1620, 4)  # five charts that have data, in rows of three
     assert image[..., :3].std() > 0.02
     assert not list(tmp_path.glob("*.part"))
 
@@ -86,3 +73,9 @@ def test_lines_of_one_step_are_merged_and_odd_values_do_no_harm(tmp_path: Path) 
 def _halves(row: dict[str, Any]) -> tuple[list[str], list[str]]:
     names = [name for name in row if name != "step"]
     return ["step", *names[:5]], ["step", *names[5:]]
+
+
+def test_names_of_metrics_are_no_formulas_and_no_directions(tmp_path: Path) -> None:
+    odd = {f"val/mean@{name}": 0.5 for name in ("$\\frac{$", "\u202e", "\ud800", "_x")}
+    draw_run(written(tmp_path, [{**metrics(step), **odd} for step in (1, 2)]), tmp_path / "run.png")
+    assert imread(tmp_path / "run.png").shape == (720, 1620, 4)

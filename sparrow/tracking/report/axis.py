@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+# What an axis can hold, so that differences and powers of ten stay finite.
+SMALLEST, LARGEST = 1e-100, 1e100
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -46,14 +49,16 @@ def value_axis(
 ) -> Axis:
     """An axis with a little air around the finite values, or with the given bounds."""
     found = [array[np.isfinite(array) & ((array > 0) | (not log))] for array in values]
-    all_N = np.concatenate(found) if found else np.empty(0)
+    all_N = np.clip(np.concatenate(found) if found else np.empty(0), -LARGEST, LARGEST)
     if not len(all_N):
         all_N = np.array([1.0, 10.0] if log else [0.0, 1.0])
     if log:
         all_N = np.log10(all_N)
     low = float(min(all_N.min(), np.inf if bounds[0] is None else bounds[0]))
     high = float(max(all_N.max(), -np.inf if bounds[1] is None else bounds[1]))
-    air = 0.06 * (high - low) or 0.05 * abs(high) or 0.5
+    # Rounding errors around a constant are no range.
+    flat = high - low <= 1e-9 * max(abs(low), abs(high), SMALLEST)
+    air = (0.05 * abs(high) or 0.5) if flat else 0.06 * (high - low)
     return Axis(low - air * (bounds[0] is None), high + air * (bounds[1] is None), start, end, log)
 
 

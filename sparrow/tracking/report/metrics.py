@@ -62,7 +62,8 @@ class Metrics:
 
     def bins(self, prefix: str) -> dict[int, Series]:
         """The same where the rest is a number, in the order of the numbers."""
-        found = {int(rest): series for rest, series in self.below(prefix).items() if rest.isdecimal()}
+        named = self.below(prefix).items()
+        found = {int(rest): series for rest, series in named if rest.isdecimal() and int(rest) < MOST_STEPS}
         return dict(sorted(found.items()))
 
 

@@ -199,7 +199,9 @@ def _numbers(chart: Chart, lines: Sequence[Line], reduced: Sequence[Columns]) ->
         if line.band and columns.most > 1:
             entry |= {"lo": _rounded(columns.low_C, 3), "hi": _rounded(columns.high_C, 3)}
         series.append(entry)
-    return {"over": chart.over, "left": left, "right": RIGHT, "low": first - air, "high": last + air, "s": series}
+    most = max((columns.most for columns in reduced), default=1)
+    over = f"{chart.over}, around" if most > 1 else chart.over
+    return {"over": over, "left": left, "right": RIGHT, "low": first - air, "high": last + air, "s": series}
 
 
 def _rounded(value_C: np.ndarray, digits: int) -> list[float | None]:
