@@ -18,7 +18,7 @@ from sparrow.tracking.report.chart import Chart, Line
 from sparrow.tracking.report.metrics import Metrics, Series, read_metrics
 from sparrow.tracking.report.panels import panels
 from sparrow.tracking.report.reduce import Columns, aligned, reduce
-from sparrow.tracking.report.text import visible
+from sparrow.tracking.report.text import shortened, visible
 
 # Those of page.css on light paper.
 COLORS = {
@@ -45,6 +45,7 @@ MAIN = (
     "ratio",
 )
 PANELS_ACROSS, MOST_PANELS = 3, 9
+MOST_LABEL = 40
 
 
 def draw_run(metrics_jsonl: Path, png: Path, tau: float | None = None) -> None:
@@ -152,4 +153,4 @@ def _stack(axes: Axes, lines: Sequence[Line], columns: Sequence[Columns]) -> Non
 
 def _plain(text: str) -> str:
     """Names of metrics come from the run: no control characters, and no dollar, which begins a formula."""
-    return visible(text).replace("$", r"\$")
+    return shortened(visible(text), MOST_LABEL).replace("$", r"\$")
