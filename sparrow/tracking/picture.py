@@ -18,7 +18,8 @@ from sparrow.tracking.report.chart import Chart, Line
 from sparrow.tracking.report.metrics import Metrics, Series, read_metrics
 from sparrow.tracking.report.panels import panels
 from sparrow.tracking.report.reduce import Columns, aligned, reduce
-from sparrow.tracking.report.text import shortened, visible
+from sparrow.tracking.report.text import visible
+from sparrow.tracking.samples import shorten
 
 # Those of page.css on light paper.
 COLORS = {
@@ -93,6 +94,19 @@ def _draw(axes: Axes, chart: Chart) -> None:
     if chart.empty:
         axes.text(0.5, 0.5, "no steps yet", ha="center", va="center", transform=axes.transAxes, color=GREY)
         return
+    columns = _content(axes, chart)
+    if chart.mark:
+        axes.axhline(chart.mark[0], color=RED, ls="--", lw=1.2, label=chart.mark[1])
+    if not chart.log and chart.kind != "stack":
+        axes.set_ylim(*_limits(chart, columns))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    # Above the panel, where it hides no line.
+    style: dict[str, Any] = {"frameon": False, "fontsize": 8, "handlelength": 1.5, "columnspacing": 1.2}
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2, ncols=5, **style)
+
+
+def _content(axes: Axes, chart: Chart) -> list[Columns]:
+    """Draws the lines, and returns what they show."""
     if chart.log:
         axes.set_yscale("log")
     first, last = chart.span
@@ -104,14 +118,7 @@ def _draw(axes: Axes, chart: Chart) -> None:
     else:
         for line, found in zip(filled, columns, strict=True):
             _plot(axes, line, found)
-    if chart.mark:
-        axes.axhline(chart.mark[0], color=RED, ls="--", lw=1.2, label=chart.mark[1])
-    if not chart.log and chart.kind != "stack":
-        axes.set_ylim(*_limits(chart, columns))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    # Above the panel, where it hides no line.
-    style: dict[str, Any] = {"frameon": False, "fontsize": 8, "handlelength": 1.5, "columnspacing": 1.2}
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2, ncols=5, **style)
+    return columns
 
 
 def _limits(chart: Chart, columns: Sequence[Columns]) -> tuple[float, float]:
@@ -153,4 +160,4 @@ def _stack(axes: Axes, lines: Sequence[Line], columns: Sequence[Columns]) -> Non
 
 def _plain(text: str) -> str:
     """Names of metrics come from the run: no control characters, and no dollar, which begins a formula."""
-    return shortened(visible(text), MOST_LABEL).replace("$", r"\$")
+    return shorten(visible(text), MOST_LABEL).replace("$", r"\$")

@@ -10,7 +10,8 @@ from sparrow.tracking.report.metrics import Metrics, Series
 from sparrow.tracking.report.panels import threshold
 from sparrow.tracking.report.reduce import smoothed
 from sparrow.tracking.report.run import Run
-from sparrow.tracking.report.text import escaped, number, shortened
+from sparrow.tracking.report.text import escaped, number
+from sparrow.tracking.samples import shorten
 
 # Metric, title, and the bounds of its axis. What a run adds to the rewards is told by smoothed curves.
 CURVES: tuple[tuple[str, str, tuple[float | None, float | None]], ...] = (
@@ -85,7 +86,7 @@ def differing(runs: Sequence[Run]) -> str:
 
 
 def _setting(run: Run, key: str) -> str:
-    return shortened(str(run.settings[key]), MOST_TEXT) if key in run.settings else ""
+    return shorten(str(run.settings[key]), MOST_TEXT) if key in run.settings else ""
 
 
 def _table(runs: Sequence[Run], rows: Sequence[tuple[str, Sequence[str]]]) -> str:

@@ -18,7 +18,8 @@ from sparrow.tracking.report.text import escaped, number
 WIDTH, HEIGHT = 460, 230
 LEFT, RIGHT, TOP, BOTTOM = 50, 444, 10, 196
 # Of a timeline: height of a row, and room for its name.
-ROW, NAMES = 22, 60
+ROW, NAMES = 22, 80
+MOST_NAME = 18
 
 
 def figure(chart: Chart, data: list[Any], columns: int = COLUMNS) -> str:
@@ -148,7 +149,8 @@ def _timeline(lines: Sequence[Line], first: int, last: int, columns: int) -> tup
         found, top = reduce(line.series, first, last, columns), TOP + row * ROW
         raised = x.place(found.x_C[found.high_C > 0]).tolist()
         blocks = "".join(f"M{at - width / 2:.1f} {top + 3}h{width:.1f}v{ROW - 6}h-{width:.1f}Z" for at in raised)
-        parts.append(f'<text class="end" x="{LEFT + NAMES - 8}" y="{top + ROW / 2 + 4}">{escaped(line.label)}</text>')
+        name = escaped(line.label[:MOST_NAME])
+        parts.append(f'<text class="end" x="{LEFT + NAMES - 8}" y="{top + ROW / 2 + 4}">{name}</text>')
         parts.append(f'<line class="rule" x1="{LEFT + NAMES}" x2="{RIGHT}" y1="{top + ROW}" y2="{top + ROW}"/>')
         parts.append(f'<path class="area {line.color}" d="{blocks}"/>')
     bottom = TOP + ROW * len(lines)

@@ -39,11 +39,3 @@ def number(value: float) -> str:
     if value != value or value in (float("inf"), float("-inf")):
         return str(value)
     return f"{value:.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
-
-
-def shortened(text: str, most: int) -> str:
-    """`text` with its middle replaced by a count once it is longer than `most` characters."""
-    if len(text) <= most:
-        return text
-    head = most // 2
-    return f"{text[:head]} [... {len(text) - most} characters ...] {text[len(text) - (most - head) :]}"

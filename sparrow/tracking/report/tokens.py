@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sparrow.tracking.report.samples import NOT_MEASURED, Sample, Samples
-from sparrow.tracking.report.text import escaped, number, shortened
+from sparrow.tracking.report.text import escaped, number
+from sparrow.tracking.samples import shorten
 
 MOST_CHARACTERS = 4000
 MOST_PIECE = 80
@@ -43,14 +44,14 @@ def _sample(sample: Sample, opened: bool) -> str:
         words.append("ended by itself" if sample.terminated else "cut at the limit")
     return (
         f"<details{' open' if opened else ''}><summary>{' · '.join(words)}</summary>"
-        f"<h4>Prompt</h4><bdi>{escaped(shortened(sample.prompt, MOST_CHARACTERS))}</bdi>"
+        f"<h4>Prompt</h4><bdi>{escaped(shorten(sample.prompt, MOST_CHARACTERS))}</bdi>"
         f"<h4>Response</h4>{_response(sample)}{_lowest(sample)}</details>"
     )
 
 
 def _response(sample: Sample) -> str:
     if not sample.tokens:
-        return f"<bdi>{escaped(shortened(sample.response, MOST_CHARACTERS))}</bdi>"
+        return f"<bdi>{escaped(shorten(sample.response, MOST_CHARACTERS))}</bdi>"
     marked = {low["position"] for low in sample.lowest}
     # The row has the first and the last tokens; `omitted` ones are missing in the middle.
     half = (len(sample.tokens) + 1) // 2 if sample.omitted else len(sample.tokens)
@@ -63,7 +64,7 @@ def _response(sample: Sample) -> str:
 
 def _tokens(tokens: Sequence[str], alphas: Sequence[int], first: int, marked: set[int]) -> str:
     pieces = [
-        f"<i{_class(alpha, first + order in marked)} data-a={alpha}>{escaped(shortened(token, MOST_PIECE))}</i>"
+        f"<i{_class(alpha, first + order in marked)} data-a={alpha}>{escaped(shorten(token, MOST_PIECE))}</i>"
         for order, (token, alpha) in enumerate(zip(tokens, alphas, strict=True))
     ]
     return f'<div class="tokens" data-first="{first}">{"".join(pieces)}</div>'
@@ -90,4 +91,4 @@ def _lowest(sample: Sample) -> str:
 
 
 def _text(low: dict[str, object], key: str) -> str:
-    return escaped(shortened(str(low.get(key, "")), MOST_PIECE))
+    return escaped(shorten(str(low.get(key, "")), MOST_PIECE))
