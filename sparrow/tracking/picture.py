@@ -46,7 +46,7 @@ MAIN = (
     "ratio",
 )
 PANELS_ACROSS, MOST_PANELS = 3, 9
-MOST_LABEL = 40
+LEGEND_ACROSS, MOST_LABEL = 5, 40
 
 
 def draw_run(metrics_jsonl: Path, png: Path, tau: float | None = None) -> None:
@@ -87,7 +87,8 @@ def draw_charts(charts: Sequence[Chart], png: Path, dpi: int = 100) -> None:
 
 
 def _draw(axes: Axes, chart: Chart) -> None:
-    axes.set_title(_plain(chart.title), loc="left", fontsize=11, pad=20)
+    entries = sum(line.named and len(line.series) > 0 for line in chart.lines) + (chart.mark is not None)
+    axes.set_title(_plain(chart.title), loc="left", fontsize=11, pad=8 + 12 * -(-entries // LEGEND_ACROSS))
     axes.set_xlabel(chart.over)
     axes.grid(color=GREY, alpha=0.2)
     axes.spines[["top", "right"]].set_visible(False)
@@ -102,7 +103,7 @@ def _draw(axes: Axes, chart: Chart) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     # Above the panel, where it hides no line.
     style: dict[str, Any] = {"frameon": False, "fontsize": 8, "handlelength": 1.5, "columnspacing": 1.2}
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2, ncols=5, **style)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2, ncols=LEGEND_ACROSS, **style)
 
 
 def _content(axes: Axes, chart: Chart) -> list[Columns]:

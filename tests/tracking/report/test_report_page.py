@@ -115,6 +115,17 @@ def test_the_read_out_has_the_values_that_were_logged(tmp_path: Path) -> None:
     assert "1 value is not finite, and left out." in parsed.text
 
 
+def test_a_stack_reads_its_parts_and_a_timeline_the_worst_step_of_a_column(tmp_path: Path) -> None:
+    rows = [metrics(step, **{"time/validation": 5.0} if step == 2 else {}) for step in range(1, 1001)]
+    _, parsed = rendered(run(tmp_path / "run", rows))
+    data = json.loads("".join(parsed.texts["script"][:1]))
+    series = {series["n"]: series for chart in data for series in chart["s"]}
+    # Three steps a column, and none is left out where a part is missing.
+    assert series["validation"]["x"] == series["rollout"]["x"]
+    assert series["validation"]["v"][:2] == [1.667, 0.0] and set(series["rollout"]["v"]) == {4.0}
+    assert series["grad_norm"]["v"][:2] == [1.0, 0.0]
+
+
 @pytest.mark.parametrize("field", ["prompt", "response", "tokens", "lowest", "rewards"])
 def test_a_hostile_sample_is_only_text(tmp_path: Path, field: str) -> None:
     low = {"position": 0, "alpha": 0.1, "before": HOSTILE, "token": HOSTILE, "after": HOSTILE}
