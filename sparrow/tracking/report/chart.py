@@ -9,7 +9,7 @@ from typing import Literal
 from sparrow.tracking.report.metrics import Series
 
 Kind = Literal["lines", "stack", "bars", "timeline"]
-Style = Literal["line", "thin", "dots", "dashed"]
+Style = Literal["line", "thin", "dots"]
 
 # Colours by role; colour-blind-safe (Okabe and Ito, 2008). page.css has them for a light and a dark page.
 INK, BLUE, RED, GREEN, PINK, ORANGE, SKY, VIOLET, GREY = "ink", "c0", "c1", "c2", "c3", "c4", "c5", "c6", "grey"

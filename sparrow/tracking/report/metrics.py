@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,15 +113,10 @@ def _columns(groups: dict[tuple[str, ...], _Rows], broken: int) -> Metrics:
 
 
 def _rows(path: Path) -> Iterator[Any]:
-    """A value for each whole line, None where it is not JSON."""
+    """A value for each line that ends, None where it is not JSON: the last line of a killed run may not end."""
     if path.exists():
         with path.open("rb") as file:
-            yield from map(parse_line, whole_lines(file))
-
-
-def whole_lines(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """Those that end: the last line of a run that writes, or was killed, may not."""
-    return (line for line in lines if line.endswith(b"\n") and line.strip())
+            yield from (parse_line(line) for line in file if line.endswith(b"\n") and line.strip())
 
 
 def parse_line(line: bytes) -> Any:
