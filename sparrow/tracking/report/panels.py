@@ -6,11 +6,29 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sparrow.tracking.report.chart import BLUE, CYCLE, GREEN, GREY, INK, ORANGE, PINK, RED, SKY, Chart, Line, shade
+from sparrow.tracking.report.chart import (
+    BLUE,
+    CYCLE,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PINK,
+    RED,
+    SKY,
+    VIOLET,
+    Chart,
+    Line,
+    shade,
+)
 from sparrow.tracking.report.metrics import Metrics, Series
 from sparrow.tracking.report.reduce import smoothed
 
-PHASES = ("rollout", "reward", "dense", "update", "distill", "sync", "validation", "save")
+# Those that add up to a step, and saving; time/validation_rollout is a part of time/validation.
+PHASES = {
+    "rollout": BLUE, "reward": RED, "dense": GREEN, "update": PINK, "distill": ORANGE, "sync": SKY,
+    "validation": VIOLET, "measure_speedup": "s9", "save": GREY,
+}  # fmt: skip
 SHARE = (0.0, 1.0)
 
 
@@ -144,7 +162,7 @@ def _clipped(metrics: Metrics) -> Chart:
 
 def _time(metrics: Metrics) -> Chart:
     found = [(phase, metrics.get(f"time/{phase}")) for phase in PHASES]
-    lines = [Line(phase, s, color) for (phase, s), color in zip(found, CYCLE, strict=True) if len(s)]
+    lines = [Line(phase.replace("_", " "), s, PHASES[phase]) for phase, s in found if len(s)]
     step = metrics.get("time/step")
     if len(step):
         lines.append(Line("other", _remainder(step, [s for phase, s in found if phase != "save"]), INK))
