@@ -13,7 +13,7 @@ from sparrow.protocols import KVCache
 from sparrow.recipes.grpo_config import GRPOConfig
 from sparrow.training import distributed
 
-PROMPT_TOKENS = 3000  # the longest that is planned for (paper, RL recipe); no key bounds a prompt
+PROMPT_TOKENS = 3000  # the longest that is planned for without max_prompt_tokens (paper, RL recipe)
 
 
 def memory_plan(cfg: GRPOConfig, config: DecoderConfig, cache: KVCache, gpus: int) -> MemoryPlan:
@@ -37,7 +37,7 @@ def memory_plan(cfg: GRPOConfig, config: DecoderConfig, cache: KVCache, gpus: in
             kv_tokens=cfg.engine.kv_tokens,
             block_size=cache.block_size,
             kv_bytes=cache.bytes_per_token(config, rollout_dtype),
-            prompt_tokens=min(PROMPT_TOKENS, max(room, 1)),
+            prompt_tokens=min(cfg.max_prompt_tokens or PROMPT_TOKENS, max(room, 1)),
             max_new_tokens=cfg.engine.max_new_tokens,
             micro_batch_tokens=cfg.micro_batch_tokens,
             logprob_chunk=cfg.logprob_chunk,

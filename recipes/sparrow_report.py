@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from sparrow.tracking.picture import draw_charts, main_charts
 from sparrow.tracking.report import compare
 from sparrow.tracking.report.page import SAMPLES, render
 from sparrow.tracking.report.run import Run, names, read_run
+from sparrow.tracking.report.tracker import write_whole
 
 DESCRIPTION = """\
 Writes one HTML page that opens without a network, and pictures, from metrics.jsonl and samples.jsonl in a run's folder.
@@ -55,18 +55,11 @@ def _report(folders: list[Path], output: Path | None) -> None:
     runs = [read_run(folder, name, samples) for folder, name in zip(folders, names(folders), strict=True)]
     page = output or (folders[0] if len(folders) == 1 else Path()) / "report.html"
     try:
-        _write(page, render(runs, time.time()))
+        write_whole(page, render(runs, time.time()))
         pictures = _draw(runs, page)
     except OSError as error:
         raise UserError(f"--output {page}: {error}") from error
     print(f"page      {page}\npicture   {page.with_suffix('.png')}\nand each  {pictures}/*.png", flush=True)
-
-
-def _write(page: Path, text: str) -> None:
-    """Whole or not at all."""
-    part = page.with_name(page.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, page)
 
 
 def _draw(runs: Sequence[Run], page: Path) -> Path:

@@ -57,6 +57,7 @@ def test_the_wheel_holds_every_source_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {path.relative_to(ROOT).as_posix() for path in (ROOT / "sparrow").rglob("*.py")}
     expected |= {"sparrow/py.typed", "sparrow/kernels/known_options.json"}
+    expected |= {f"sparrow/tracking/report/page.{suffix}" for suffix in ("css", "js")}
     for folder in ("components", "recipes"):
         found = [*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.yaml")]
         expected |= {f"sparrow/{path.relative_to(ROOT).as_posix()}" for path in found}

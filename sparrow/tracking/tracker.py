@@ -81,6 +81,8 @@ class SafeTrackers:
         return {"run_id": self.run_id}
 
     def close(self) -> None:
+        if not self.run_id:  # Never started: there is nothing to end.
+            return
         for tracker in self._trackers:
             self._call(tracker, "close")
         for name, count in self.failures.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -44,21 +45,24 @@ def shape(size: str) -> DecoderConfig:
     )  # fmt: skip
 
 
+PREPARED = {
+    "polaris_53k.jsonl": {"id": "a", "prompt": "What is 1/2? Answer in \\boxed{}.", "answer": "\\frac{1}{2}"},
+    "taco.jsonl": {"id": "b", "prompt": "Echo a line.", "tests": {"style": "stdin", "inputs": ["x"], "outputs": ["x"]}},
+}
+
+
 @pytest.fixture
 def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory of a user with prompts and, for code, a reward."""
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "What is 1 + 1? Answer in \\\\boxed{}.", "answer": 2}\n')
-    (tmp_path / "qwen3_rewards.py").write_text(
-        "def passed(completions, **columns):\n    return [1.0] * len(completions)\n"
-    )
+    """The working directory of a user who prepared the prompts."""
+    (tmp_path / "prompts").mkdir()
+    for name, row in PREPARED.items():
+        (tmp_path / "prompts" / name).write_text(json.dumps(row) + "\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
 
-def overrides(size: str, code: bool) -> list[str]:
-    reward = ["reward.0.function=qwen3_rewards.passed"] if code else []
-    return [f"model=models/Qwen3-{size.upper()}", *reward]
+def overrides(size: str) -> list[str]:
+    return [f"model=models/Qwen3-{size.upper()}"]
 
 
 def test_there_are_no_others() -> None:
@@ -68,7 +72,7 @@ def test_there_are_no_others() -> None:
 
 @pytest.mark.parametrize(("size", "code"), CONFIGS)
 def test_settings_are_the_papers(size: str, code: bool) -> None:
-    cfg = load_config(GRPOConfig, name(size, code), overrides(size, code))
+    cfg = load_config(GRPOConfig, name(size, code), overrides(size))
     check(cfg)
     assert cfg.output_dir == f"outputs/{name(size, code)}"
     assert cfg.num_samples == 8 and cfg.minibatches == 1 and cfg.kl_coef == 0
@@ -81,9 +85,17 @@ def test_settings_are_the_papers(size: str, code: bool) -> None:
 
 @pytest.mark.parametrize(("size", "code"), CONFIGS)
 def test_every_component_builds_and_the_schedule_is_the_models(user: Path, size: str, code: bool) -> None:
-    recipe = SparrowGRPO(load_config(GRPOConfig, name(size, code), overrides(size, code)))
+    recipe = SparrowGRPO(load_config(GRPOConfig, name(size, code), overrides(size)))
     recipe._build_components()
-    assert recipe.data.example(0).columns == {"answer": 2}
+    columns = recipe.data.example(0).columns
+    programs = ["```python\nprint(input())\n```", "```python\npass\n```"]
+    completions = programs if code else ["\\boxed{.5}", "\\boxed{5}"]
+    try:
+        [(_, weight, reward)] = recipe.rewards
+        assert reward(completions, **{key: [value] * 2 for key, value in columns.items()}) == [1.0, 0.0]
+        assert weight == 1.0 and reward.problems({key: [value] for key, value in columns.items()}) == [None]
+    finally:
+        recipe.cleanup()
     assert recipe._schedule_differences() == []
     assert (recipe.loss.clip_low, recipe.loss.clip_high, recipe.loss.dual_clip) == (0.2, 0.28, 3.0)
     assert (recipe.correction.level, recipe.correction.mode, recipe.correction.upper) == ("token", "truncate", 2.0)
@@ -96,7 +108,7 @@ def test_the_plan_in_the_comment_holds(size: str, code: bool) -> None:
     text = next(config for config in registry.configs() if config.name == name(size, code)).path.read_text()
     found = re.search(r"^# Memory: planned for (\d) GPUs? of 141 GB, peak (\d+) GiB; bf16, fp32 masters", text, re.M)
     assert found, text
-    cfg = load_config(GRPOConfig, name(size, code), overrides(size, code))
+    cfg = load_config(GRPOConfig, name(size, code), overrides(size))
     gpus = int(found[1])
     plan = memory_plan(cfg, shape(size), cfg.kv_cache.build(), gpus)
     assert (f"fp32 masters in {gpus} shards" in text) == (plan.job.shards > 1)
@@ -110,7 +122,7 @@ def test_the_plan_in_the_comment_holds(size: str, code: bool) -> None:
 
 
 def test_without_weights_the_run_ends_where_it_would_load_them(user: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--config", "qwen3_4b", "model=models/Qwen3-4B", "data.path=prompts.jsonl"]
+    arguments = ["--config", "qwen3_4b", "model=models/Qwen3-4B"]
     assert sparrow_grpo.main(arguments) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1
@@ -119,20 +131,15 @@ def test_without_weights_the_run_ends_where_it_would_load_them(user: Path, capsy
     assert "none.jsonl: cannot be read" in capsys.readouterr().err
 
 
-def test_code_needs_a_reward_of_the_users(user: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert sparrow_grpo.main(["--config", "qwen3_4b_code", "model=models/Qwen3-4B"]) == 2
-    assert "no module named 'my_rewards'" in capsys.readouterr().err
-
-
 def test_on_the_cpu_nothing_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    cfg = load_config(GRPOConfig, "qwen3_14b", overrides("14b", False))
+    cfg = load_config(GRPOConfig, "qwen3_14b", overrides("14b"))
     check_memory(cfg, shape("14b"), cfg.kv_cache.build(), torch.device("cpu"))
     assert capsys.readouterr().out == ""
 
 
 def test_unsharded_fp32_at_full_length_is_refused_by_its_activations() -> None:
     """A clear refusal in place of an error out of memory after the rollout."""
-    fp32 = [*overrides("4b", False), "dtype=float32", "activation_checkpointing=false"]
+    fp32 = [*overrides("4b"), "dtype=float32", "activation_checkpointing=false"]
     cfg = load_config(GRPOConfig, "qwen3_4b", fp32)
     plan = memory_plan(cfg, shape("4b"), cfg.kv_cache.build(), gpus=1)
     with pytest.raises(
@@ -143,7 +150,7 @@ def test_unsharded_fp32_at_full_length_is_refused_by_its_activations() -> None:
 
 @pytest.mark.parametrize("size", ["8b", "14b"])
 def test_activations_are_offloaded_only_where_they_must_be(size: str) -> None:
-    cfg = load_config(GRPOConfig, f"qwen3_{size}", [*overrides(size, False), "offload_activations=false"])
+    cfg = load_config(GRPOConfig, f"qwen3_{size}", [*overrides(size), "offload_activations=false"])
     plan = memory_plan(cfg, shape(size), cfg.kv_cache.build(), gpus={"8b": 2, "14b": 4}[size])
     assert plan.job.activations == "recomputed" and plan.total("update") > MEMORY
     more = memory_plan(cfg, shape(size), cfg.kv_cache.build(), gpus={"8b": 4, "14b": 8}[size])
@@ -151,11 +158,11 @@ def test_activations_are_offloaded_only_where_they_must_be(size: str) -> None:
 
 
 def test_the_plan_follows_the_config() -> None:
-    cache = load_config(GRPOConfig, "qwen3_4b", overrides("4b", False)).kv_cache.build()
+    cache = load_config(GRPOConfig, "qwen3_4b", overrides("4b")).kv_cache.build()
 
     def job(*changes: str, gpus: int = 1) -> Job:
         return memory_plan(
-            load_config(GRPOConfig, "qwen3_4b", [*overrides("4b", False), *changes]), shape("4b"), cache, gpus
+            load_config(GRPOConfig, "qwen3_4b", [*overrides("4b"), *changes]), shape("4b"), cache, gpus
         ).job
 
     assert (job().dtype, job().activations, job().flex, job().sharded) == (torch.bfloat16, "recomputed", True, True)
