@@ -19,7 +19,8 @@ from sparrow.sandbox import Sandbox, SandboxError
 OUTCOMES = ("passed", "failed", "no_answer", "timeout", "error")
 Outcome = Literal["passed", "failed", "no_answer", "timeout", "error"]
 _TIMEOUTS = 2  # after so many the rest of a program's tests are taken for timed out
-_OPENING = re.compile(r"(```+)[ \t]*([\w+-]*)[^`]*")
+# Possessive: what overlaps is not to be tried again from every position of a long line.
+_OPENING = re.compile(r"(```++)[ \t]*+([\w+-]*+)[^`]*+")
 _PYTHON = ("python", "python3", "py")
 
 

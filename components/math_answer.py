@@ -51,28 +51,32 @@ def _last_box(text: str) -> tuple[bool, str | None]:
     """Whether there is a box, and the last one's content; one pass."""
     opened: list[tuple[bool, int]] = []  # is a box, start of its content
     found, content, end_of_content = False, None, -1
+    bare: int | None = None  # where the content of the last box begins, if it has no braces
     for match in _BRACE_OR_BOX.finditer(text):
         token = match[0]
         if token.startswith(("\\boxed", "\\fbox")):
             found = True
             if token.endswith("{"):
                 opened.append((True, match.end()))
-            content, end_of_content = (None, -1) if token.endswith("{") else _without_braces(text, match.end())
+            content, end_of_content = None, -1
+            bare = None if token.endswith("{") else match.end()
         elif token == "{":
             opened.append((False, match.end()))
         elif token == "}" and opened:
             is_box, start = opened.pop()
             # Inner ones close first: an outer box takes over the content, and one that stays open leaves it.
-            if is_box and (content is None or start <= end_of_content):
-                content, end_of_content = text[start : match.start()], match.start()
+            if is_box and (bare is not None or content is None or start <= end_of_content):
+                content, end_of_content, bare = text[start : match.start()], match.start(), None
+    if bare is not None:
+        content = _without_braces(text, bare)
     content = content.strip() if content is not None else None
     return found, content or None
 
 
-def _without_braces(text: str, start: int) -> tuple[str | None, int]:
+def _without_braces(text: str, start: int) -> str | None:
     """`\\boxed 5`: TeX would take one token, people mean the word."""
     match = re.compile(r"[^\s$]+").match(text, start)
-    return (match[0].rstrip(".,"), match.end()) if match else (None, -1)
+    return match[0].rstrip(".,") if match else None
 
 
 def _from_text(text: str) -> str | None:

@@ -94,7 +94,10 @@ def _with_imaginary_unit(found: Any) -> Any:
     """An i that is the only letter is the imaginary unit."""
     symbols: set[Any] = getattr(found, "free_symbols", set())
     if {symbol.name for symbol in symbols} == {"i"}:
-        return found.subs(dict.fromkeys(symbols, sympy.I))
+        try:
+            return found.subs(dict.fromkeys(symbols, sympy.I))
+        except (TypeError, ValueError):  # "i < 5": there it is a number like any other
+            return found
     return found
 
 

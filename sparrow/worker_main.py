@@ -11,6 +11,7 @@ worker is ended by the kernel (SIGPROF), which C code cannot hold up, and which 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -122,4 +123,5 @@ def _answer(function: Callable[[Any], Any], item: bytes) -> bytes:
 
 
 if __name__ == "__main__":
-    main()
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the parent has gone; its workers go with this
+        main()

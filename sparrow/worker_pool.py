@@ -149,14 +149,16 @@ class _Call:
         self.left = math.inf  # CPU seconds for tries that fail
 
     def run(self) -> list[Outcome]:
+        complete = False
         try:
             self._round(self.waiting, math.inf)
             self.left = self.pool._budget * self.pool._workers / 2
             self._round(self.slow, time.monotonic() + WALL_PER_CPU * self.pool._budget / 2)
+            complete = True
         finally:
-            for worker in self.busy.values():  # an exception passes: their replies would go to the next call
+            for worker in self.busy.values():
                 worker.socket.close()
-            if self.busy:
+            if not complete:  # an exception passes: replies, the template's among them, would go to the next call
                 self.pool._drop()
             self.selector.close()
         assert all(outcome is not None for outcome in self.outcomes)

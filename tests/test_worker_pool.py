@@ -17,6 +17,7 @@ import pytest
 
 from sparrow.errors import UserError
 from sparrow.worker_pool import WorkerPool, WorkersLostError
+from sparrow.worker_process import Template
 
 FUNCTION = "pool_functions.act"
 
@@ -206,3 +207,20 @@ def test_workers_end_with_a_killed_parent(how: signal.Signals, fork: bool) -> No
 def test_limits_are_checked(limit: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=next(iter(limit))):
         WorkerPool(FUNCTION, **limit)
+
+
+def test_an_interrupt_while_a_worker_is_forked_leaves_nothing_for_the_next_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = WorkerPool(FUNCTION, workers=2, recycle=2)
+    pool.map([["echo", 1]])
+    pool._idle.pop().socket.close()  # so that one has to be forked
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Template, "_reply", _interrupted)
+        pool.map([["echo", 1]] * 4)
+    assert kinds(pool, *[["echo", 1]] * 50) == ["done"] * 50
+    pool.close()
+
+
+def _interrupted(self: Template) -> int:
+    raise KeyboardInterrupt

@@ -97,6 +97,7 @@ class Sandbox:
                 raise UserError(f"sandbox: binds and python_path must be absolute paths that exist, got {path!r}")
         self.limits = Limits(timeout, memory_mb, disk_mb, files, processes, output_mb)
         self._new = lambda: Worker(self.limits, binds, python_path, preload)
+        self._closed = False
         self._workers: queue.LifoQueue[Worker | None] = queue.LifoQueue()
         for _ in range(workers - 1):
             self._workers.put(None)  # started when it is needed
@@ -130,7 +131,7 @@ class Sandbox:
 
         Returns:
             Per list of arguments the value that the function returned, plain data too, with at most 5000 items in
-            sets and dicts; or a `Failure`.
+            sets and dicts (a tuple in a set is as many as it has); or a `Failure`.
 
         Raises:
             SandboxError: no fault of the program's.
@@ -179,6 +180,7 @@ class Sandbox:
 
     def close(self) -> None:
         """Ends all processes; the sandbox cannot be used any more."""
+        self._closed = True
         self._threads.shutdown()
         while not self._workers.empty():
             worker = self._workers.get()
@@ -222,6 +224,8 @@ class Sandbox:
     @contextmanager
     def _worker(self) -> Iterator[Worker]:
         """One that is free, or a new one; None takes the place of one that did not survive."""
+        if self._closed:
+            raise RuntimeError("this sandbox was closed")  # else it would wait for ever for a worker
         worker = self._workers.get()
         kept: Worker | None = None
         try:

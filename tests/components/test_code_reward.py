@@ -211,6 +211,8 @@ def test_the_search_for_outputs_finds_what_is_there(reward: CodeReward) -> None:
         ("", None),
         ("``` ``` ```", None),
         ("```" * 50_000, None),
+        ("```" + " " * 2_000_000 + "`", None),
+        ("```" + "a" * 2_000_000 + "`", None),
         ("```python\n" * 50_000, None),
     ],
 )

@@ -184,3 +184,20 @@ def test_the_fast_path_never_disagrees_with_mathematics(answer: str, gold: str, 
 def test_any_text_has_an_answer_or_none(text: str, truncated: bool) -> None:
     answer = find_answer(text, truncated)
     assert answer is None or answer.strip()
+
+
+@pytest.mark.parametrize("answer", ["i < 5", r"i \le 5", "(i, 5)", r"\max(i, 2)", "2i > 1"])
+def test_an_order_of_what_may_be_imaginary_is_wrong_and_no_error(answer: str, reward: MathReward) -> None:
+    assert reward([f"\\boxed{{{answer}}}"], answer=["5"]) == [0.0]
+    assert reward.counts["error"] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"\boxed{3} \boxed 5.", "5"), (r"\boxed 5 \boxed{3}", "3"), (r"\boxed{a \boxed 5}", r"a \boxed 5"),
+        (r"\boxed 5 \boxed{", None), (r"\boxed{2} \boxed", None), (r"{ \boxed{4} \boxed 7 }", "7"),
+    ],
+)  # fmt: skip
+def test_boxes_with_and_without_braces(text: str, answer: str | None) -> None:
+    assert find_answer(text) == answer

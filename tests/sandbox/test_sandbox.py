@@ -253,6 +253,8 @@ def test_call_function(sandbox: Sandbox) -> None:
         ("import os\nos.write(3, b'{\"value\": ' + b'9' * 10000 + b'}')\nos._exit(0)", "no readable value: ValueError"),
         ("def f(): return {k * (2**61 - 1) for k in range(6000)}", "a value with more than 5000 items in sets"),
         ("def f(): return [{k: {k} for k in range(2501)}]", "a value with more than 5000 items in sets"),
+        ("def f(): return {(0,) * 400 + (k,) for k in range(100)}", "a value with more than 5000 items in sets"),
+        ("def f(): return {(0,) * 400 + (k,): 1 for k in range(100)}", "a value with more than 5000 items in sets"),
         ("print('\ud800')", "UnicodeEncodeError: "),
         ("import os\nos.write(3, b'\\xff')\nos._exit(0)", "no readable value: UnicodeDecodeError"),
     ],
@@ -450,6 +452,8 @@ def test_close_ends_all_processes() -> None:
     assert set(_descendants(os.getpid())) > before
     sandbox.close()
     assert set(_descendants(os.getpid())) == before
+    with pytest.raises(RuntimeError, match="closed"):
+        sandbox.run_program("print(1)")
 
 
 def test_refusal_names_step_and_setting(tmp_path: Path) -> None:

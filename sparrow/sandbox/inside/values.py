@@ -64,13 +64,26 @@ def decode(data: Any) -> Any:
 
 
 def hashed_items(data: Any) -> int:
-    """How many items `decode` would put into sets and dicts at most, those whose keys are no plain text."""
+    """How many items `decode` would put into sets and dicts at most, those whose keys are no plain text.
+
+    An item of several counts as several, since each comparison of two of them may look at all.
+    """
     if isinstance(data, list):
         return sum(hashed_items(item) for item in data)
     if not isinstance(data, dict):
         return 0
-    own = sum(len(content) for tag, content in data.items() if tag in _HASHED and isinstance(content, list))
+    own = 0
+    for tag, content in data.items():
+        if tag in _HASHED and isinstance(content, list):
+            keys = [item[0] if tag == "!dict" and isinstance(item, list) and item else item for item in content]
+            own += sum(_leaves(key) for key in keys)
     return own + sum(hashed_items(item) for item in data.values())
+
+
+def _leaves(data: Any) -> int:
+    if isinstance(data, dict):
+        data = list(data.values())
+    return max(1, sum(map(_leaves, data))) if isinstance(data, list) else 1
 
 
 def _items(content: Any) -> list[Any]:
