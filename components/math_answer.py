@@ -41,13 +41,13 @@ def find_answer(text: str, truncated: bool = False) -> str | None:
     text = text.rpartition("</think>")[2]
     if "<think>" in text:
         return None
-    boxed, content = _last_box(text)
+    boxed, content = last_box(text)
     if boxed:
         return content
     return None if truncated else _from_text(text.replace("\u2212", "-"))
 
 
-def _last_box(text: str) -> tuple[bool, str | None]:
+def last_box(text: str) -> tuple[bool, str | None]:
     """Whether there is a box, and the last one's content; one pass."""
     opened: list[tuple[bool, int]] = []  # is a box, start of its content
     found, content, end_of_content = False, None, -1

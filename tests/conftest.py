@@ -1,7 +1,8 @@
 """What all tests share: one thread (the machines have few cores), no deadlines, and which tests this machine can run.
 
 A test says what it needs by a marker, and here is the one place that looks: `gpu` is skipped with its reason, `real` is
-left out of the collection, because a checkpoint is the user's to give, not the machine's to have.
+left out of the collection, because a checkpoint is the user's to give, not the machine's to have, and so is `gym` where
+the extra `gym` is not installed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import hypothesis
@@ -39,16 +41,20 @@ part: {_component_: toy_part.Part, width: 2}
 """
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gym: needs the extra gym (reasoning-gym); left out without it")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         marker = item.get_closest_marker("gpu")
         wanted = 0 if marker is None else next(iter(marker.args), 1)
         if torch.cuda.device_count() < wanted:
             item.add_marker(pytest.mark.skip(reason=f"needs {wanted} CUDA device{'s' * (wanted > 1)}"))
-    if REAL_CHECKPOINT not in os.environ:
-        real = [item for item in items if item.get_closest_marker("real")]
-        config.hook.pytest_deselected(items=real)
-        items[:] = [item for item in items if item not in real]
+    for marker_name, there in (("real", REAL_CHECKPOINT in os.environ), ("gym", bool(find_spec("reasoning_gym")))):
+        left_out = [] if there else [item for item in items if item.get_closest_marker(marker_name)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="session")
