@@ -15,6 +15,7 @@ from typing import Any
 
 from sparrow.components.data import Epochs, Example
 from sparrow.components.gym_families import FAMILIES, canonical, judged_here
+from sparrow.components.gym_refused import REFUSED
 from sparrow.components.row_fields import chat as messages
 from sparrow.errors import UserError
 from sparrow.registry import did_you_mean
@@ -129,10 +130,11 @@ def gold_problem(gym: Mapping[str, Any]) -> str | None:
 
 
 def _check_offered(name: str) -> None:
+    if name in REFUSED:
+        raise UserError(f"reasoning-gym: family {name!r} is not offered: {REFUSED[name]}")
     if name not in FAMILIES:
         raise UserError(
-            f"reasoning-gym: family {name!r} is not offered{did_you_mean(name, FAMILIES)}; docs/tasks.md lists the "
-            "families, and why others are not among them"
+            f"reasoning-gym: no family {name!r} is offered{did_you_mean(name, FAMILIES)}; docs/tasks.md lists them"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import random
@@ -16,6 +17,7 @@ import pytest
 
 from sparrow.components.data import Example
 from sparrow.components.gym_families import FAMILIES, canonical
+from sparrow.components.gym_refused import REFUSED
 from sparrow.components.reasoning_gym import ReasoningGymPrompts
 from sparrow.components.reasoning_gym_reward import ReasoningGymReward
 
@@ -23,11 +25,12 @@ from .gym_attacks import JUNK, WRONG, injections
 
 pytestmark = pytest.mark.gym
 
-EXAMPLES = 4
+EXAMPLES = 3
 SCORED = [name for name, family in FAMILIES.items() if family.check == "scorer"]
 # Some take a second an entry.
 DIGESTS = """
 import hashlib, json, sys
+from sparrow.components.gym_refused import REFUSED
 from sparrow.components.reasoning_gym import ReasoningGymPrompts
 for name in sys.argv[1:]:
     data = ReasoningGymPrompts(name, seed=7)
@@ -50,6 +53,12 @@ def examples(name: str) -> list[Example]:
 
 def tagged(answer: str) -> str:
     return f"<answer>{answer}</answer>"
+
+
+def test_every_family_is_offered_or_refused_for_a_reason() -> None:
+    registered = importlib.import_module("reasoning_gym.factory").DATASETS
+    assert not FAMILIES.keys() & REFUSED.keys()
+    assert set(registered) == FAMILIES.keys() | REFUSED.keys()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -88,12 +97,12 @@ def test_the_scorer_refuses_what_the_grammar_lets_through(name: str, reward: Rea
 
 def test_entries_are_the_same_in_another_process() -> None:
     """With another order of hashing, and other entries asked for before."""
-    outputs = []
-    for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed}
-        command = [sys.executable, "-c", DIGESTS, *FAMILIES]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        outputs.append(done.stdout.splitlines())
+    command = [sys.executable, "-c", DIGESTS, *FAMILIES]
+    running = [
+        subprocess.Popen(command, env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, text=True)
+        for seed in ("1", "2")
+    ]
+    outputs = [process.communicate()[0].splitlines() for process in running]
     assert outputs[0] == outputs[1] and len(outputs[0]) == len(FAMILIES)
     name = "countdown"
     data = ReasoningGymPrompts(name, seed=7)
