@@ -22,6 +22,7 @@ from sparrow.components.reasoning_gym import gold_problem
 from sparrow.errors import UserError
 from sparrow.sandbox import Failure, Sandbox, SandboxError
 from sparrow.sandbox.inside.values import decode
+from sparrow.sandbox.limits import Limits
 
 COUNTS = ("correct", "wrong", "no_answer", "timeout", "error")
 VETTED = "0.1.25"  # the scorers of another version may do other things
@@ -58,6 +59,9 @@ class ReasoningGymReward:
     ) -> None:
         if not math.isfinite(weight):
             raise UserError(f"ReasoningGymReward: weight must be finite, got {weight}")
+        if workers < 1:
+            raise UserError(f"ReasoningGymReward: workers must be at least 1, got {workers}")
+        Limits(seconds=timeout, memory_mb=memory_mb)  # now, not at the first example that needs the sandbox
         self.name, self.weight = "gym", weight
         self.counts = dict.fromkeys(COUNTS, 0)
         self._partial = partial

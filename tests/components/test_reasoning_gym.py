@@ -277,6 +277,12 @@ def test_a_column_of_another_kind(column: Any) -> None:
         ReasoningGymReward()(["1"], answer=["1"])
 
 
+@pytest.mark.parametrize("limit", [{"workers": 0}, {"timeout": 0.0}, {"memory_mb": 1}, {"weight": float("nan")}])
+def test_limits_that_cannot_be(limit: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=next(iter(limit)).replace("timeout", "seconds")):
+        ReasoningGymReward(**limit)
+
+
 def test_scorers_of_another_version_are_refused(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "reasoning_gym").mkdir()
     (tmp_path / "reasoning_gym" / "__init__.py").touch()
