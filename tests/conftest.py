@@ -41,10 +41,6 @@ part: {_component_: toy_part.Part, width: 2}
 """
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gym: needs the extra gym (reasoning-gym); left out without it")
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         marker = item.get_closest_marker("gpu")
