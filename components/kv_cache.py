@@ -15,11 +15,11 @@ from torch import Tensor
 
 from sparrow.attention.backend import Backend, decode_attention
 from sparrow.attention.gather import GatherDecode
-from sparrow.attention.masked import MaskedSparse
 from sparrow.attention.packed import PackedCausal
 from sparrow.attention.pattern import SparsePattern
 from sparrow.attention.pool import PagePool
 from sparrow.attention.prefill import Prefill, PrefillChunk
+from sparrow.attention.sparse import SparseAttention
 from sparrow.components.selector import HeadSoftmaxSelector
 from sparrow.errors import UserError
 from sparrow.models.decoder_config import DecoderConfig
@@ -255,7 +255,7 @@ class SparseKVCache:
 
     def training(self, lengths: Sequence[int], prompt_lengths: Sequence[int], device: torch.device) -> Attention:
         """The sparsity of decode for whole sequences, differentiable."""
-        return MaskedSparse(lengths, prompt_lengths, self.pattern)
+        return SparseAttention(lengths, prompt_lengths, self.pattern, device)
 
     def settings(self, model: str, temperature: float, estimator: str, tau: float | None = None) -> RunSettings:
         """All that the P5 of its budget depends on in a run of this model."""

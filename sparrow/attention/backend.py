@@ -55,6 +55,11 @@ def decode_attention(
     return partial(FusedDecode, attend_triton)
 
 
+def runs_kernels(device: torch.device, dtype: torch.dtype, page_size: int, head_dim: int) -> bool:
+    """Whether the CUDA kernels over pages can run there, in decode and in training."""
+    return _obstacle(device, dtype, page_size, head_dim) is None
+
+
 def _obstacle(device: torch.device, dtype: torch.dtype, page_size: int, head_dim: int) -> str | None:
     """What keeps the CUDA kernels from running, None where nothing does."""
     if device.type != "cuda":

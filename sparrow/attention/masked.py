@@ -4,7 +4,7 @@ Differentiable through queries, keys and values; the selection itself carries no
 with the mask of its own rows, made again in the backward pass: memory grows with the length, time with its square.
 
 Axes: T packed tokens, H query heads, K KV heads, G = H / K, D head dim, L tokens of one document, C queries of a chunk,
-S keys up to the last of them, P their pages, M landmarks per page.
+S keys up to the last of them, P their pages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sparrow.attention.packed import for_sdpa
 from sparrow.attention.pattern import SparsePattern
-from sparrow.attention.select import candidate_pages, select_pages
+from sparrow.attention.training_select import kept_pages, page_landmarks
 
 CHUNK_CELLS = 2**22  # C * S: per KV head, the bytes of a chunk's mask
 
@@ -67,17 +67,10 @@ class MaskedSparse:
     def _mask(self, q_CHD: Tensor, k_SKD: Tensor) -> Tensor:
         """True where a query reads a key, [K, C, S]."""
         rule = self.pattern
-        (C, S), K = (len(q_CHD), len(k_SKD)), k_SKD.shape[1]
+        C, S = len(q_CHD), len(k_SKD)
         position_S = torch.arange(S, device=q_CHD.device)
         position_C = position_S[S - C :]
-        pages_C = position_C // rule.page_size + 1
-        width = -(-S // rule.page_size)
-        keys = F.pad(k_SKD, (0, 0, 0, 0, 0, width * rule.page_size - S)).unflatten(0, (width, rule.page_size))
-        landmarks_KPMD = rule.selector.landmarks(keys.permute(2, 0, 1, 3))
-        candidates_CP = candidate_pages(pages_C, width, rule.sink_pages, rule.recent_pages)
-        scores_CKP = rule.selector.score(q_CHD.unflatten(1, (K, -1)), landmarks_KPMD[None], candidates_CP)
-        pages_CKW, _ = select_pages(scores_CKP, candidates_CP, pages_C, rule.budget.pages(position_C + 1), width)
-        kept_CKP = torch.zeros_like(scores_CKP, dtype=torch.bool).scatter_(2, pages_CKW, True)
+        kept_CKP = kept_pages(rule, q_CHD, page_landmarks(rule, k_SKD), position_C)
         kept_CKS = kept_CKP.repeat_interleave(rule.page_size, 2)[..., :S]
         return kept_CKS.transpose(0, 1) & (position_C[:, None] >= position_S)
 

@@ -96,6 +96,28 @@ def _joined_softmax(row_scores, page, candidate, width, G: tl.constexpr, KIND: t
 
 
 @triton.jit
+def kept_pages(
+    row_scores, page, pages_of_row, budget, width, sink, recent, G: tl.constexpr, KIND: tl.constexpr
+):  # fmt: skip
+    """Which pages a row reads: all within its budget, else the reserved ones and the best of the rest."""
+    kept = page < pages_of_row
+    if pages_of_row > budget:
+        candidate = (page >= sink) & (page < pages_of_row - recent)
+        per_head: tl.constexpr = (KIND == HEAD_SOFTMAX) | (KIND == HEAD_MAX)
+        if per_head:
+            rank = _joined_softmax(row_scores, page, candidate, width, G, KIND)
+        else:
+            rank = tl.load(row_scores + page, mask=candidate, other=0.0)
+        room = budget - sink - recent
+        if room > 0:
+            best = largest(tl.where(candidate, sortable(rank), LOWEST), room, pages_of_row - sink - recent)
+            kept = kept & (best | (candidate == 0))
+        else:
+            kept = kept & (candidate == 0)
+    return kept
+
+
+@triton.jit
 def _select_kernel(
     scores, table, lengths, budgets, lists, counts, num_blocks, num_pages, width, list_width, sink, recent,
     K: tl.constexpr, G: tl.constexpr, PAGE: tl.constexpr, PAGES_PER_BLOCK: tl.constexpr, KIND: tl.constexpr,
@@ -106,24 +128,12 @@ def _select_kernel(
     pages_of_row = (tl.load(lengths + row) - 1) // PAGE + 1
     budget = tl.load(budgets + row).to(tl.int32)
     page = tl.arange(0, P)
-    kept = page < pages_of_row
-    block = tl.load(table + row * num_blocks + page // PAGES_PER_BLOCK, mask=kept, other=0)
-    if pages_of_row > budget:
-        candidate = (page >= sink) & (page < pages_of_row - recent)
-        per_head: tl.constexpr = (KIND == HEAD_SOFTMAX) | (KIND == HEAD_MAX)
-        if per_head:
-            rank = _joined_softmax(scores + (row * K + head) * G * width, page, candidate, width, G, KIND)
-        else:
-            rank = tl.load(scores + (row * K + head) * width + page, mask=candidate, other=0.0)
-        room = budget - sink - recent
-        if room > 0:
-            best = largest(tl.where(candidate, sortable(rank), LOWEST), room, pages_of_row - sink - recent)
-            kept = kept & (best | (candidate == 0))
-        else:
-            kept = kept & (candidate == 0)
+    exists = page < pages_of_row
+    block = tl.load(table + row * num_blocks + page // PAGES_PER_BLOCK, mask=exists, other=0)
+    out = row * K + head
+    kept = kept_pages(scores + out * G * width, page, pages_of_row, budget, width, sink, recent, G, KIND)
     place = tl.cumsum(kept.to(tl.int32), 0) - 1
     physical = head * num_pages + block * PAGES_PER_BLOCK + page % PAGES_PER_BLOCK
-    out = row * K + head
     tl.store(lists + out * list_width + place, physical.to(tl.int32), mask=kept)
     tl.store(counts + out, tl.minimum(pages_of_row, budget).to(tl.int32))
 
@@ -135,9 +145,10 @@ def score_pages(
     """Scores of all pages of the rows that exceed their budget, into `scores_BKQP`, fp32.
 
     Args:
+        table_BN: may be one row, expanded.
         kind: "group_mean": the mean query of the group times the landmark (M = 1, Q = 1). "head_softmax" and
             "head_max": each head's log of the sum of exp(`scale` q·landmark) over a page's landmarks, M a power of two
-            (Q = G); `select_pages` joins the heads. "bound": the largest over the heads of the upper bound of q·k
+            (Q = G); `kept_pages` joins the heads. "bound": the largest over the heads of the upper bound of q·k
             between the landmarks minimum and maximum (M = 2, Q = 1).
     """
     B, K, G, D = q_BKGD.shape
@@ -147,7 +158,7 @@ def score_pages(
     pages = max(LANDMARKS_PER_PROGRAM // M, 1)
     pdl = dependent_launch()
     _score_kernel[(triton.cdiv(width, pages), K, B)](
-        q_BKGD, marks_KPMD, table_BN, lengths_B, budget_B, scores_BKQP, table_BN.shape[1], marks_KPMD.shape[1], width,
+        q_BKGD, marks_KPMD, table_BN, lengths_B, budget_B, scores_BKQP, table_BN.stride(0), marks_KPMD.shape[1], width,
         scale, K, G, D, M, page_size, pages_per_block, KINDS[kind], pages, pdl, num_warps=4,
     )  # fmt: skip
 
