@@ -2,6 +2,7 @@
 
   python tools/bench_training.py logprob --model 4b --tokens 32768
   python tools/bench_training.py step --model 1.7b --tokens 32768 --documents 4 --activation-checkpointing
+  python tools/bench_training.py attention --model 4b --tokens 16384 --schedule qwen3-4b-0.86
 
 Both run on a CPU too, to try them: --model tiny --tokens 256. docs/training.md says how each mode measures.
 """
@@ -15,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rollout_shapes import MODELS
+from rollout_shapes import MODELS, SELECTORS
 from tool_results import benchmark
+from training_attention import measure_attention, show_attention
 from training_logprob import measure_logprob, show_logprob
 from training_step import OPTIMIZERS, StepOptions, measure_step, show_step
 
@@ -50,6 +52,16 @@ def _step(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     return result
 
 
+def _attention(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    if args.prompt > args.tokens:
+        raise UserError(f"--prompt {args.prompt}: more than --tokens {args.tokens}")
+    result = measure_attention(
+        args.model, args.tokens, args.prompt, args.schedule, args.selector, args.likeness, device
+    )
+    print(show_attention(result), flush=True)
+    return result
+
+
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     modes = parser.add_subparsers(dest="mode", required=True)
@@ -63,6 +75,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     step.add_argument("--offload-activations", action="store_true")
     step.add_argument("--compile", action="store_true")
     step.add_argument("--beside-gib", type=float, default=0.0, help="GiB that the engine's weights would hold")
+    for parts in (logprob, step):
+        parts.add_argument("--chunk", type=_count, default=1024, help="tokens whose logits are held at a time")
+    attention = _mode(modes, "attention", _attention, "sparse attention of distilling, beside dense, of one layer")
+    attention.add_argument("--schedule", required=True, help="its name, or the tokens that a query may read")
+    attention.add_argument("--selector", choices=SELECTORS, default="head_softmax")
+    attention.add_argument("--prompt", type=_count, default=256)
+    attention.add_argument("--likeness", type=float, default=0.9, help="correlation of neighbouring queries")
     return parser.parse_args(argv)
 
 
@@ -71,7 +90,6 @@ def _mode(modes: Any, name: str, run: Callable[..., dict[str, Any]], text: str) 
     parser.set_defaults(run=run)
     parser.add_argument("--model", choices=MODELS, required=True)
     parser.add_argument("--tokens", type=_count, default=32768)
-    parser.add_argument("--chunk", type=_count, default=1024, help="tokens whose logits are held at a time")
     parser.add_argument("--out", type=Path, help="JSON file")
     return parser
 

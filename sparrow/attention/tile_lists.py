@@ -17,10 +17,10 @@ from torch import Tensor
 
 from sparrow.attention.pattern import SparsePattern
 from sparrow.attention.training_select import kept_pages, page_landmarks
+from sparrow.kernels.tile_attend import tile_rows
 from sparrow.kernels.tile_select import tile_members
 
 BITS = 16  # of an entry's page and of its queries
-TILE_ROWS = 64  # query heads that a matrix product takes at a time
 CHUNK_SCORES = 2**25  # scores that are held at a time
 
 
@@ -62,17 +62,20 @@ class PageLists:
     bounds: Tensor
 
 
-def queries_per_tile(group: int) -> int:
-    """As many neighbours as fill a tile's rows with their query heads."""
+def queries_per_tile(group: int, dtype: torch.dtype) -> int:
+    """As many neighbours as fill the rows of a tile with their query heads."""
     padded = 1 << (group - 1).bit_length()
-    return max(min(BITS, TILE_ROWS // padded), 1)
+    return max(min(BITS, tile_rows(dtype) // padded), 1)
 
 
 def make_tiles(
     lengths: Sequence[int], prompt_lengths: Sequence[int], queries: int, page_size: int, device: torch.device
 ) -> Tiles:
     """Prompt tokens are in no tile, but in pages."""
-    documents, tiles, pages, start = [], [], [], 0
+    documents: list[Document] = []
+    tiles: list[tuple[int, ...]] = []
+    pages: list[tuple[int, int]] = []
+    start = 0
     for length, prompt in zip(lengths, prompt_lengths, strict=True):
         assert length <= page_size << BITS, f"{length} tokens have more pages than an entry can number"
         end, first = start + length, start + min(prompt, length)

@@ -47,7 +47,7 @@ class TiledSparse:
         if layer < self.pattern.dense_layers or self.prompts == self.lengths:
             return self.dense(layer, q_THD, k_TKD, v_TKD)
         if self.tiles is None:
-            queries = queries_per_tile(q_THD.shape[1] // k_TKD.shape[1])
+            queries = queries_per_tile(q_THD.shape[1] // k_TKD.shape[1], q_THD.dtype)
             self.tiles = make_tiles(self.lengths, self.prompts, queries, self.pattern.page_size, self.device)
         q_THD, k_TKD, v_TKD = (x.contiguous() for x in (q_THD, k_TKD, v_TKD))
         lists = page_lists(self.pattern, self.tiles, q_THD.detach(), k_TKD.detach())

@@ -14,11 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2_E = 1.4426950408889634
-KEYS = 64  # tokens of listed pages that a step takes
 
 
 @triton.jit
-def tile_rows(tiles, tile, head, K: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr):
+def locate_rows(tiles, tile, head, K: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr):
     """Of each row: number of its query in the tile, packed position, place among [T, H], and whether it exists."""
     row = tl.arange(0, ROWS)
     number = row // GROUP
@@ -44,7 +43,7 @@ def _attend_kernel(
 ):  # fmt: skip
     tile = num_tiles - 1 - tl.program_id(0)  # long lists first: none is left to run alone
     head = tl.program_id(1)
-    number, token, cell, exists = tile_rows(tiles, tile, head, K, G, GROUP, ROWS)
+    number, token, cell, exists = locate_rows(tiles, tile, head, K, G, GROUP, ROWS)
     start = tl.load(tiles + tile * 4 + 2)
     begin, end = tl.load(bounds + tile * K + head), tl.load(bounds + tile * K + head + 1)
     d = tl.arange(0, D)
@@ -88,17 +87,20 @@ def attend_tiles(
     group = triton.next_power_of_2(H // K)
     _attend_kernel[(len(tiles_X4), K)](
         q_THD, k_TKD, v_TKD, entries_N, bounds, tiles_X4, out_THD, normalisers_TH, len(tiles_X4), T, LOG2_E / D**0.5,
-        K, H // K, group, D, page_size, tile_height(queries, group), **options(q_THD),
+        K, H // K, group, D, page_size, max(queries * group, 16), **launch_options(q_THD),
     )  # fmt: skip
     return normalisers_TH
 
 
-def tile_height(queries: int, group: int) -> int:
-    """Rows of a tile; a matrix product wants 16."""
-    return max(queries * group, 16)
+def tile_rows(dtype: torch.dtype) -> int:
+    """Query heads that a program takes at a time; in fp32 there is no matrix unit to fill, and registers are short."""
+    return 64 if dtype.itemsize == 2 else 16
 
 
-def options(q_THD: Tensor) -> dict[str, int]:
-    """Tile and launch of a step: shared memory holds few wide rows of fp32."""
-    wide = q_THD.shape[2] * q_THD.element_size() > 256
-    return {"KEYS": KEYS // 2 if wide else KEYS, "num_warps": 4, "num_stages": 1 if wide else 2}
+def launch_options(x_TXD: Tensor) -> dict[str, int]:
+    """Tokens of a step and launch, by what of a tile fits into registers and shared memory."""
+    if x_TXD.dtype.itemsize == 4:
+        return {"KEYS": 32, "num_warps": 8, "num_stages": 1}
+    if x_TXD.shape[2] > 128:
+        return {"KEYS": 32, "num_warps": 4, "num_stages": 1}
+    return {"KEYS": 64, "num_warps": 4, "num_stages": 2}

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparrow.kernels.tile_attend import LOG2_E, listed_keys, options, tile_height, tile_rows
+from sparrow.kernels.tile_attend import LOG2_E, launch_options, listed_keys, locate_rows
 
 LARGEST_PART = 32  # keys of a page that a program takes
 
@@ -29,7 +29,7 @@ def _query_kernel(
 ):  # fmt: skip
     tile = num_tiles - 1 - tl.program_id(0)
     head = tl.program_id(1)
-    number, token, cell, exists = tile_rows(tiles, tile, head, K, G, GROUP, ROWS)
+    number, token, cell, exists = locate_rows(tiles, tile, head, K, G, GROUP, ROWS)
     start = tl.load(tiles + tile * 4 + 2)
     begin, end = tl.load(bounds + tile * K + head), tl.load(bounds + tile * K + head + 1)
     d = tl.arange(0, D)
@@ -117,10 +117,10 @@ def attend_tiles_backward(
     scale = D**-0.5
     deltas_TH = torch.empty_like(normalisers_TH)
     grad_q, grad_k, grad_v = torch.zeros_like(q_THD), torch.empty_like(k_TKD), torch.empty_like(v_TKD)
-    launch = options(q_THD)
+    launch = launch_options(q_THD)
     _query_kernel[(len(tiles_X4), K)](
         q_THD, k_TKD, v_TKD, entries_N, bounds, tiles_X4, out_THD, normalisers_TH, grad_THD, grad_q, deltas_TH,
-        len(tiles_X4), T, scale, scale * LOG2_E, K, H // K, group, D, page_size, tile_height(queries, group), **launch,
+        len(tiles_X4), T, scale, scale * LOG2_E, K, H // K, group, D, page_size, max(queries * group, 16), **launch,
     )  # fmt: skip
     readers_R, ends = page_readers(entries_N, bounds, tiles_X4, K, P, queries)
     part, rows = min(page_size, LARGEST_PART), max(launch.pop("KEYS"), group)
@@ -141,19 +141,18 @@ def page_readers(
         Those of page p and head k begin at [k * num_pages + p] of the second tensor, int32, whose last entry is R.
     """
     device, N = entries_N.device, len(entries_N)
-    list_N = torch.repeat_interleave(torch.arange(len(bounds) - 1, device=device), bounds.diff(), output_size=N)
+    lists = torch.arange(len(bounds) - 1, dtype=torch.int32, device=device)
+    list_N = torch.repeat_interleave(lists, bounds.diff(), output_size=N)
     tile_N = list_N // heads
     key_N = list_N % heads * num_pages + tiles_X4[tile_N, 3] + (entries_N & 0xFFFF)
     # Stable, so that a page's readers are in the order of their tiles.
-    key_N, order_N = key_N.int().sort(stable=True)
+    key_N, order_N = key_N.sort(stable=True)
     bits_N = (entries_N[order_N] >> 16) & 0xFFFF
     ends = torch.zeros(N + 1, dtype=torch.int32, device=device)
     torch.cumsum(_set_bits(bits_N), 0, out=ends[1:])
     readers_R = torch.empty(int(ends[-1]), dtype=torch.int32, device=device)
-    block = 128
-    _reader_kernel[(triton.cdiv(N, block),)](
-        tiles_X4[tile_N[order_N], 0].contiguous(), bits_N, ends, readers_R, N, queries, block
-    )
+    first_N = tiles_X4[tile_N[order_N], 0].contiguous()
+    _reader_kernel[(triton.cdiv(N, 128),)](first_N, bits_N, ends, readers_R, N, queries, 128)
     pages = torch.arange(heads * num_pages + 1, dtype=torch.int32, device=device)
     return readers_R, ends[torch.searchsorted(key_N, pages)]
 

@@ -38,6 +38,17 @@ def test_step_counts_its_flops(tmp_path: Path, extra: str, capsys: pytest.Captur
     assert result["mfu"] == pytest.approx(result["flop"] / result["step_s"] / result["flop_per_s"])
 
 
+def test_attention_is_measured_beside_dense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "attention.json"
+    command = f"attention --model tiny --tokens 200 --prompt 40 --schedule 64 --out {out}"
+    assert bench_training.main(command.split()) == 0
+    assert "200 tokens, 40 of them prompt" in capsys.readouterr().out
+    result = json.loads(out.read_text())["result"]
+    for name in ("dense", "sparse"):
+        assert result[name]["both_s"] > 0 and result[name]["forward_s"] > 0
+    assert "select_s" not in result, "a mask selects while it attends"
+
+
 def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_training.main(f"logprob --model tiny --tokens 8 --out {tmp_path}".split()) == 2
     assert "is a folder" in capsys.readouterr().err
@@ -45,6 +56,11 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "--documents 3: more than --tokens 2" in capsys.readouterr().err
     assert bench_training.main(["step", "--model", "tiny", "--tokens", "8", "--attention", "flex"]) == 2
     assert "flex needs a CUDA device" in capsys.readouterr().err
+    bad = "attention --model tiny --tokens 8 --schedule 64 --prompt"
+    assert bench_training.main([*bad.split(), "9"]) == 2
+    assert "--prompt 9: more than --tokens 8" in capsys.readouterr().err
+    assert bench_training.main([*bad.split(), "1", "--likeness", "2"]) == 2
+    assert "--likeness 2.0: from 0 to 1" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         bench_training.main(["logprob", "--model", "tiny", "--tokens", "0"])
     assert "must be at least 1" in capsys.readouterr().err
