@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="Triton comes with torch's builds for CUDA"
 from triton.runtime.jit import JITFunction
 
 from sparrow.attention.packed import PackedCausal
+from sparrow.attention.tiled import TiledSparse
 from sparrow.components.budget import FixedBudget, StepSchedule
 from sparrow.components.kv_cache import DenseKVCache, SparseKVCache
 from sparrow.components.selector import CentroidSelector, HeadSoftmaxSelector
@@ -26,6 +27,7 @@ from sparrow.kernels import add_norm, append, draw, linear, page_attend, page_se
 from sparrow.models.decoder import Decoder, InitOptions
 from sparrow.models.decoder_config import DecoderConfig
 from sparrow.models.rollout_decoder import RolloutDecoder
+from sparrow.training.packing import pack, response_hidden
 
 pytestmark = pytest.mark.gpu
 
@@ -175,6 +177,20 @@ def test_log_probs_are_the_trainers(device, model, params, dtype):
         assert torch.cat(difference).max() < 1e-3
     else:  # rounding, not another distribution: a temperature forgotten would show as .4 and more
         assert 1e-4 < torch.cat(difference).mean() < 0.05
+
+
+@torch.no_grad()
+def test_sparse_log_probs_are_those_of_the_training_form(device, model):
+    """The pages that a rollout's kernels chose are those of the page lists, over whole sequences."""
+    cache = kv_cache("sparse")
+    batch = make(model, cache).generate(PROMPTS, 2, T1)
+    assert (batch.pages_T < -(-batch.cached_length_T // 16)).float().mean() > 0.3, "the schedule drops pages"
+    micro = pack(batch, range(batch.num_sequences), device)
+    attention = cache.training(micro.lengths, micro.prompt_lengths, device)
+    logprobs_NV = model.logits(response_hidden(model, micro, attention)).log_softmax(-1)
+    assert isinstance(attention.chosen, TiledSparse)
+    logprobs_N = logprobs_NV.gather(1, micro.targets_N[:, None])[:, 0].cpu()
+    torch.testing.assert_close(logprobs_N, batch.logprobs_T[micro.index_N], atol=1e-3, rtol=0)
 
 
 class Sharpened(Decoder):
