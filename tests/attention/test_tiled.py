@@ -70,7 +70,7 @@ def results(attention, inputs: list[Tensor], layer: int = 0) -> list[Tensor]:
         ((7, 1), 16, QuestSelector()),
         ((4, 2), 64, WindowSelector()),
     ],
-    ids=str,
+    ids=lambda x: type(x).__name__ if hasattr(x, "kernel") else str(x),
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_output_and_gradients_are_the_masked_ones(device, heads, page, selector, dtype):
