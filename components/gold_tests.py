@@ -33,7 +33,7 @@ class TacoTests:
         content = _json(lookup(row, "input_output", where), "input_output")
         if not isinstance(content, dict):
             raise UnusableGold("input_output: no JSON object")
-        inputs, outputs = _pairs(content.get("inputs"), content.get("outputs"), self._max_tests)
+        inputs, outputs = _pairs(content.get("inputs"), content.get("outputs"), None)
         name, starter = content.get("fn_name"), lookup(row, "starter_code?", where)
         solutions = _json(lookup(row, "solutions?", where) or "[]", "solutions")
         programs = tuple(text for text in solutions if isinstance(text, str)) if isinstance(solutions, list) else ()
@@ -42,6 +42,8 @@ class TacoTests:
                 raise UnusableGold("inputs: the arguments of a function must be a list")
             if all(isinstance(value, list) and len(value) == 1 for value in outputs):
                 outputs = [value[0] for value in outputs]
+        inputs, outputs = inputs[: self._max_tests], outputs[: self._max_tests]
+        if name:
             return _call(str(name), inputs, outputs, starter, programs)
         return _stdin([_lines(text) for text in inputs], [_lines(text) for text in outputs], starter, programs)
 
@@ -79,7 +81,7 @@ class LiveCodeBenchTests:
         name = metadata.get("func_name") if isinstance(metadata, dict) else None
         if not isinstance(name, str):
             raise UnusableGold("metadata: no func_name")
-        arguments = [[_json(line, "input") for line in str(text).splitlines() if line.strip()] for text in inputs]
+        arguments = [[_json(line, "input") for line in str(text).split("\n") if line.strip()] for text in inputs]
         return _call(name, arguments, [_json(text, "output") for text in outputs], starter, ())
 
 

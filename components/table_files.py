@@ -7,6 +7,7 @@ import csv
 import gzip
 import json
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -36,7 +37,8 @@ def rows_of(file: Path) -> Iterator[tuple[str, Row]]:
         yield from _READERS[suffix](file)
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: cannot be read as UTF-8 text: {error}") from error
-    except (OSError, EOFError, pa.ArrowException, csv.Error) as error:
+    # zlib.error: a damaged .gz. OverflowError: a timestamp outside of the years that Python has.
+    except (OSError, EOFError, OverflowError, zlib.error, pa.ArrowException, csv.Error) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{file}: cannot be read as {suffix[1:]}: {reason}") from error
 

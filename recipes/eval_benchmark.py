@@ -28,6 +28,7 @@ from sparrow.protocols import KVCache
 from sparrow.recipes.eval_config import Benchmark
 from sparrow.recipes.evaluate import Judged, encode_prompt
 from sparrow.rollout import RolloutBatch
+from sparrow.training import distributed
 
 _SHOWN_DROPPED = 5
 
@@ -172,7 +173,8 @@ def load_task(benchmark: Benchmark, reward: list[NamedReward]) -> Task:
         data: PromptData = benchmark.data.build()
         count = _count(data, benchmark.prompts)
         examples = [data.example(index) for index in range(count)]
-        ids = [str(example.columns.get("id", index)) for index, example in enumerate(examples)]
+        given = [example.columns.get("id") for example in examples]
+        ids = [str(index if id_ is None else id_) for index, id_ in enumerate(given)]
         if twice := next((id_ for id_, seen in _counted(ids).items() if seen > 1), None):
             raise UserError(f"two examples have the id {twice!r}")
         reasons = _problems(examples, reward)
@@ -212,10 +214,16 @@ def _counted(ids: Sequence[str]) -> dict[str, int]:
 
 
 def _problems(examples: Sequence[Example], reward: Sequence[NamedReward]) -> list[str | None]:
+    """Asked on rank 0 only: another verdict on another rank would give it other prompts under the same numbers."""
     columns = {name: [example.columns.get(name) for example in examples] for name in examples[0].columns}
-    for _, _, function in reward:
+    columns["prompts"] = [example.prompt for example in examples]
+    for name, _, function in reward:
         if isinstance(function, ChecksGold):
-            return list(function.problems(columns))
+            found = list(function.problems(columns)) if distributed.rank() == 0 else []
+            reasons: list[str | None] = distributed.gather_objects(found)[0]
+            if len(reasons) != len(examples):
+                raise UserError(f"reward {name!r}: problems() gave {len(reasons)} values for {len(examples)} examples")
+            return reasons
     return [None] * len(examples)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import pickle
 import zlib
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparrow.components.gold import BoxedAnswer, ColumnAnswer, HashAnswer, IntegerAnswer, UnusableGold, last_boxed
+from sparrow.components.gold_tests import TacoTests
 from sparrow.components.text_pickle import decode_text
 from sparrow.errors import UserError
 
@@ -139,3 +141,9 @@ def test_what_is_packed_wrongly_or_too_large() -> None:
     assert len(bomb) < 10_000
     with pytest.raises(ValueError, match="above 1000 bytes"):
         decode_text(bomb, max_bytes=1000)
+
+
+def test_taco_outputs_are_unwrapped_only_where_all_of_the_task_are_lists_of_one() -> None:
+    content = {"fn_name": "f", "inputs": [[1], [2], [3]], "outputs": [[1], [2], [1, 3]]}
+    gold = TacoTests(max_tests=2)({"input_output": json.dumps(content)}, "row 1")
+    assert gold.columns["tests"]["outputs"] == [[1], [2]]

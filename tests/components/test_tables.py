@@ -172,3 +172,16 @@ def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     write(tmp_path / "b.parquet")
     with pytest.raises(UserError, match="files of several kinds"):
         open_table(str(tmp_path))
+
+
+def test_a_damaged_gzip_and_a_year_that_python_lacks_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl.gz"
+    damaged = bytearray(gzip.compress(b"".join(b'{"prompt": "%d"}\n' % number for number in range(5000))))
+    damaged[17] ^= 0x55
+    file.write_bytes(damaged)
+    with pytest.raises(UserError, match=r"a\.jsonl\.gz: cannot be read as jsonl\.gz"):
+        list(open_table(str(file)).rows())
+    table = tmp_path / "b.parquet"
+    pq.write_table(pa.table({"x": pa.array([-(2**62)], pa.timestamp("us"))}), table)
+    with pytest.raises(UserError, match=r"b\.parquet: cannot be read as parquet"):
+        list(open_table(str(table)).rows())
