@@ -33,7 +33,7 @@ def start_trackers(trackers: SafeTrackers, cfg: GRPOConfig, budget: Any, run_id:
 def code_version() -> dict[str, str | None]:
     """Of Sparrow, of the commit where it runs from a checkout, and of PyTorch."""
     commit = _commit(Path(__file__).resolve().parents[1])
-    return {"sparrow": version("sparrow-rl"), "commit": commit, "torch": torch.__version__}
+    return {"sparrow": version("sparrow-rl"), "commit": commit, "torch": str(torch.__version__)}
 
 
 def _commit(folder: Path) -> str | None:

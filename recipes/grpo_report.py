@@ -6,6 +6,7 @@ Axes: S sequences, T response tokens.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from sparrow.engine.generation import EngineStats
 from sparrow.models.tokenizer import Tokenizer
@@ -56,14 +57,27 @@ def rollout_metrics(batch: RolloutBatch, cache: KVCache, num_layers: int, stats:
 
 def print_report(output_dir: Path, saves: Path, tau: float) -> None:
     """What was learnt, what the sparsity saved, and where picture and model are."""
-    # Non-finite figures are strings in JSON.
-    rows = [{key: float(value) for key, value in row.items()} for row in read_jsonl(output_dir / "metrics.jsonl")]
+    rows = _rows(output_dir / "metrics.jsonl")
     print("\n".join(["", *_learnt(rows), *_saved(rows, tau)]))
     if rows:
-        draw_run(output_dir / "metrics.jsonl", output_dir / "run.png", tau)
-        print(f"picture  {output_dir / 'run.png'}")
+        try:
+            draw_run(output_dir / "metrics.jsonl", output_dir / "run.png", tau)
+            print(f"picture  {output_dir / 'run.png'}")
+        except OSError as error:  # What was learnt is saved; a full disk costs the picture only.
+            print(f"picture  not drawn: {error}")
+        print(f"report   tune run sparrow_report --run {output_dir}")
     save = latest_run_state(saves)
     print(f"model    {save / 'model' if save is not None else 'not saved'}", flush=True)
+
+
+def _rows(metrics: Path) -> list[dict[str, float]]:
+    """Its numbers; those that are not finite are strings in JSON."""
+    rows = [row for row in read_jsonl(metrics) if isinstance(row, dict) and "step" in row]
+    return [{key: float(value) for key, value in row.items() if _is_number(value)} for row in rows]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or value in ("nan", "inf", "-inf")
 
 
 def _learnt(rows: list[dict[str, float]]) -> list[str]:

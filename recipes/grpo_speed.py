@@ -20,10 +20,11 @@ from sparrow.protocols import KVCache
 from sparrow.rates import Rates
 from sparrow.recipes.cost_config import cache_shape
 from sparrow.rollout import RolloutBatch
+from sparrow.tracking.console import say
 from sparrow.training import distributed
 
-TIMED_LOOKS = 3
 STEPS_PER_LOOK = 16
+STEPS = 4 * STEPS_PER_LOOK  # the first look is not timed
 SEED = 0
 
 
@@ -56,25 +57,25 @@ def measured_speedup(
     room; nothing ends them, and both caches decode the same number of steps. Prefill and the first steps, which capture
     CUDA graphs, are not timed. Collective: the weights may be shared by the ranks.
     """
-    steps = (config.steps_per_look or STEPS_PER_LOOK) * (TIMED_LOOKS + 1)
-    longest = model.config.max_position_embeddings - steps
-    rows, context = _rows(batch, cache.block_size, config, steps, longest)
-    limits = replace(config, max_new_tokens=steps, max_rows=len(rows))
+    rows, context = _rows(batch, cache.block_size, config, model.config.max_position_embeddings - STEPS)
+    if not all(distributed.gather_objects(bool(rows))):
+        if distributed.rank() == 0:
+            say(f"speedup/measured is left out: engine.kv_tokens {config.kv_tokens} has no room for a row of it")
+        return {}
+    limits = replace(config, max_new_tokens=STEPS, max_rows=len(rows), steps_per_look=STEPS_PER_LOOK)
     seconds = [_step_seconds(model, kind, limits, rows) for kind in (dense, cache)]
     total = distributed.sum_values({"dense": seconds[0], "sparse": seconds[1], "context": float(context)})
     context_mean = total["context"] / distributed.world_size()
     return {"speedup/measured": total["dense"] / total["sparse"], "speedup/context": context_mean}
 
 
-def _rows(
-    batch: RolloutBatch, block_size: int, config: EngineConfig, steps: int, longest: int
-) -> tuple[list[list[int]], int]:
-    """Token ids of the rows, and how many each has."""
+def _rows(batch: RolloutBatch, block_size: int, config: EngineConfig, longest: int) -> tuple[list[list[int]], int]:
+    """Token ids of the rows, and how many each has; none where the pool has no room for one."""
     if not batch.num_sequences:  # This rank came too late for a prompt of the step.
         return [[0]], 1
     context = max(1, min(int(batch.cached_length_T.median()), longest))
-    blocks = -(-(context + steps) // block_size) + 1
-    room = max(1, min(config.max_rows, config.kv_tokens // block_size // blocks))
+    blocks = -(-(context + STEPS) // block_size) + 1
+    room = min(config.max_rows, config.kv_tokens // block_size // blocks)
     texts = [
         (batch.prompts[s] + batch.tokens_T[batch.slice_of(s)].tolist())[:context]
         for s in range(batch.num_sequences)

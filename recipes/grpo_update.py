@@ -6,7 +6,6 @@ Axes: S sequences of this rank's batch, T their response tokens, N tokens of one
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +19,7 @@ from sparrow.models.decoder import Decoder
 from sparrow.recipes.grpo_config import GRPOConfig
 from sparrow.recipes.grpo_minibatches import Minibatch, combine_metrics
 from sparrow.rollout import RolloutBatch
-from sparrow.tracking.console import Advance
+from sparrow.tracking.console import Advance, say
 from sparrow.training import distributed
 from sparrow.training.learning_rate import LearningRate
 from sparrow.training.logprob import token_logprobs
@@ -139,7 +138,7 @@ class PolicyUpdate:
         self.nonfinite_in_a_row += 1
         what = f"loss {loss}, gradient norm {grad_norm}, {int(tokens)} tokens with a non-finite log-prob"
         if distributed.rank() == 0:
-            print(f"warning: step {step + 1} skipped: {what}", file=sys.stderr, flush=True)
+            say(f"warning: step {step + 1} skipped: {what}")
         if self.nonfinite_in_a_row >= self.cfg.max_nonfinite_steps:
             raise UserError(
                 f"{self.nonfinite_in_a_row} steps in a row were not finite (max_nonfinite_steps "

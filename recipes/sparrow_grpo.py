@@ -71,7 +71,7 @@ from sparrow.recipes.grpo_update import PolicyUpdate
 from sparrow.recipes.sparrow_sft import ensure_warmup
 from sparrow.rollout import RolloutBatch
 from sparrow.rollout_dump import Origin, Replay, dump_rollouts
-from sparrow.tracking.console import Advance, PhaseConsole
+from sparrow.tracking.console import Advance, PhaseConsole, say
 from sparrow.tracking.tracker import SafeTrackers
 from sparrow.training import distributed
 from sparrow.training.alarms import AlarmMonitor
@@ -82,7 +82,7 @@ from sparrow.training.logprob import score_tokens, token_logprobs
 from sparrow.training.memory_use import memory_metrics
 from sparrow.training.mismatch import mismatch_panel
 from sparrow.training.packing import MicroBatch, response_hidden
-from sparrow.training.profile import traced
+from sparrow.training.profile import Trace
 from sparrow.training.sharding import load_trained, release
 
 
@@ -243,16 +243,16 @@ class SparrowGRPO:
         raised, lines = self.alarms.step(metrics)
         if distributed.rank() == 0:
             for line in lines:
-                print(f"step {self.step}: {line}", file=sys.stderr, flush=True)
+                say(f"step {self.step}: {line}")
         return raised
 
     def _step(self) -> None:
         """One step, the validation and the save that are due after it, and its row of metrics."""
         started = time.perf_counter()
+        self.console.step = self.step + 1
         with self._profiled():
             metrics = self._train_step()
         self.step += 1
-        self.console.step = self.step
         self.next_prompt += self.cfg.prompts_per_step
         metrics |= self._check_alarms(metrics)
         validation = self.cfg.validation
@@ -280,9 +280,10 @@ class SparrowGRPO:
         if not self.cfg.profile or self.steps_here != 2:
             yield
             return
-        path = self.output_dir / "profile" / f"step_{self.step + 1:06d}_rank{distributed.rank()}.json.gz"
-        with traced(path):
-            yield
+        trace = Trace()
+        yield
+        with self.console.phase("profile"):
+            trace.write(self.output_dir / "profile" / f"step_{self.step + 1:06d}_rank{distributed.rank()}.json.gz")
 
     def _train_step(self) -> dict[str, float]:
         """One batch of rollouts, from the prompts to the new weights; returns its metrics."""

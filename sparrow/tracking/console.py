@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from sparrow.tracking.stdout import duration
@@ -14,6 +14,12 @@ from sparrow.tracking.stdout import duration
 SECONDS_BETWEEN_BEATS = 60.0
 
 Advance = Callable[[float, str], None]  # how much is done, and what else there is to say
+
+
+def say(line: str) -> None:
+    """A line on stderr, if it can still be written: a full disk or a closed terminal must not end a run of days."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -47,7 +53,7 @@ class PhaseConsole:
 
     def __init__(self, speaks: bool, seconds_between_beats: float = SECONDS_BETWEEN_BEATS) -> None:
         self.seconds: dict[str, float] = {}
-        self.step = 0
+        self.step = 0  # that is being worked on
         self._phases: list[_Phase] = []
         self._live = speaks and sys.stderr.isatty()
         self._closed = threading.Event()
@@ -98,9 +104,17 @@ class PhaseConsole:
 
         names, notes = TextColumn("step {task.fields[step]}  {task.description}"), TextColumn("{task.fields[note]}")
         columns = (names, BarColumn(), TimeElapsedColumn(), TimeRemainingColumn(), notes)
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(phase.name, total=phase.total, note="", step=self.step + 1)
+        bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        task = bar.add_task(phase.name, total=phase.total, note="", step=self.step)
+        try:
+            bar.start()
+        except OSError:  # The terminal is gone, the run goes on.
+            self._live = False
+        try:
             yield lambda: bar.update(task, completed=phase.done, note=phase.note)
+        finally:
+            with suppress(OSError):
+                bar.stop()
 
     def _beat(self, seconds: float) -> None:
         while not self._closed.wait(seconds):
@@ -108,4 +122,4 @@ class PhaseConsole:
             if phases:
                 now = time.strftime("%H:%M:%S")
                 what = "; ".join(phase.line() for phase in phases)
-                print(f"{now}  step {self.step + 1}: {what}", file=sys.stderr, flush=True)
+                say(f"{now}  step {self.step}: {what}")

@@ -49,8 +49,10 @@ class JsonlTracker:
                 _keep_before(stale, rows[0]["step"] if rows else math.inf)
             self._trimmed = True
         lines = [json.dumps(_finite(row), ensure_ascii=False, allow_nan=False, default=str) + "\n" for row in rows]
-        with path.open("a", encoding="utf-8") as file:
-            file.write("".join(lines))
+        with path.open("ab") as file:
+            # A disk that was full left half a line, which must not swallow this one.
+            torn = file.tell() > 0 and _last_byte(path) != b"\n"
+            file.write(_encoded(("\n" if torn else "") + "".join(lines)))
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -72,10 +74,22 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 def _keep_before(path: Path, step: float) -> None:
     if not path.exists():
         return
-    kept = [json.dumps(row, ensure_ascii=False) + "\n" for row in read_jsonl(path) if row["step"] < step]
+    rows = [row for row in read_jsonl(path) if isinstance(row, dict) and type(row.get("step")) is int]
+    kept = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows if row["step"] < step]
     part = path.with_suffix(".jsonl.part")
-    part.write_text("".join(kept), encoding="utf-8")
+    part.write_bytes(_encoded("".join(kept)))
     os.replace(part, path)
+
+
+def _encoded(lines: str) -> bytes:
+    """UTF-8; half of a surrogate pair, which it has no bytes for, becomes JSON's own escape."""
+    return lines.encode("utf-8", errors="backslashreplace")
+
+
+def _last_byte(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read()
 
 
 def _finite(value: Any) -> Any:

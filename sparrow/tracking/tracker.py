@@ -46,11 +46,13 @@ class SafeTrackers:
     """Fans out to several trackers; an exception in one is reported once, counted, and never reaches the caller.
 
     Attributes:
-        failures: failed calls per tracker class. While there are any, `tracking/failures` is among the metrics.
+        failures: failed calls per tracker, by class and, of several of one class, its place in the list. While there
+            are any, `tracking/failures` is among the metrics.
     """
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = list(trackers)
+        self._names = _names(self._trackers)
         self.failures: Counter[str] = Counter()
         self.run_id = ""
 
@@ -66,11 +68,11 @@ class SafeTrackers:
         if failures := self.failures.total():
             metrics = {**metrics, "tracking/failures": failures}
         for tracker in self._trackers:
-            self._call(tracker, "log_dict", metrics, step)
+            self._call(tracker, "log_dict", dict(metrics), step)
 
     def log_samples(self, rows: list[dict[str, Any]], step: int) -> None:
         for tracker in self._trackers:
-            self._call(tracker, "log_samples", rows, step)
+            self._call(tracker, "log_samples", [dict(row) for row in rows], step)
 
     def log_files(self, name: str, kind: str, paths: Sequence[Path]) -> None:
         for tracker in self._trackers:
@@ -98,9 +100,18 @@ class SafeTrackers:
         except Exception as error:
             if isinstance(error, UserError) and method == "start":
                 raise
-            name = type(tracker).__name__
+            name = self._names[id(tracker)]
             self.failures[name] += 1
             if self.failures[name] == 1:
                 _log.warning("%s.%s failed, training goes on: %s: %s", name, method, type(error).__name__, error)
             return False
         return True
+
+
+def _names(trackers: Sequence[Tracker]) -> dict[int, str]:
+    """By identity: the class, and where that does not tell them apart the place in the list."""
+    classes = [type(tracker).__name__ for tracker in trackers]
+    return {
+        id(tracker): name if classes.count(name) == 1 else f"{name} {place}"
+        for place, (tracker, name) in enumerate(zip(trackers, classes, strict=True))
+    }

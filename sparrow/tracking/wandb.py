@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,12 +14,15 @@ from sparrow.errors import UserError
 from sparrow.tracking.histogram import take_histograms
 from sparrow.tracking.samples import flat_row, shorten
 
+_log = logging.getLogger(__name__)
+
 
 class WandbTracker:
     """Scalars and histograms over `global_step`, one table `samples` that grows by rows, and the run's files.
 
     Nothing leaves the machine with mode "offline"; `wandb sync` uploads the run's folder later. The environment
-    variable WANDB_MODE wins over `mode`. A resumed run keeps its id, so that its parts merge into one curve.
+    variable WANDB_MODE wins over `mode`. Where a server cannot be reached at the start, or there is no key for it, the
+    run is logged offline. A resumed run keeps its id, so that its parts merge into one curve.
 
     Args:
         project: W&B project.
@@ -47,10 +51,15 @@ class WandbTracker:
         import wandb
 
         run_dir.mkdir(parents=True, exist_ok=True)
-        mode: Any = os.environ.get("WANDB_MODE", self._mode)
-        self._run = wandb.init(
-            project=self._project, name=self._name, id=run_id, resume="allow", mode=mode, dir=run_dir, config=config
-        )
+        mode: Any = os.environ.get("WANDB_MODE") or self._mode
+        settings: dict[str, Any] = {"project": self._project, "name": self._name, "dir": run_dir, "config": config}
+        try:
+            self._run = wandb.init(**settings, id=run_id, resume="allow", mode=mode)
+        except wandb.Error as error:
+            if mode != "online":
+                raise
+            _log.warning("W&B: %s; this part of the run is logged offline, `wandb sync` uploads it", error)
+            self._run = wandb.init(**settings, id=run_id, resume="allow", mode="offline")
         # W&B's own step only grows: a resumed run that repeats steps would lose them.
         self._run.define_metric("*", step_metric="global_step")
         self._wandb = wandb

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import shutil
 import signal
@@ -15,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from sparrow.recipes import sparrow_grpo
+from sparrow.recipes.grpo_report import print_report
 
 from .conftest import HERE, metrics
 
@@ -104,6 +107,31 @@ def test_truncated_responses_teach_nothing_if_told_so(grpo):
     assert free["completions/clipped_ratio"] == masked["completions/clipped_ratio"] == 1.0
     assert free["reward_std"] == masked["reward_std"] > 0
     assert free["grad_norm"] > 0 and masked.get("grad_norm", 0.0) == 0.0
+
+
+def test_tensorboard_gets_the_settings_and_a_trace_is_a_phase(grpo, tmp_path):
+    trackers = ["sparrow.tracking.jsonl.JsonlTracker", "sparrow.tracking.tensorboard.TensorBoardTracker"]
+    overrides = [f"trackers=[{', '.join(f'{{_component_: {name}}}' for name in trackers)}]", "profile=true"]
+    rows = grpo(*overrides)
+    assert "tracking/failures" not in rows[-1]
+    assert [path.stat().st_size > 10_000 for path in (tmp_path / "run" / "tensorboard").iterdir()] == [True]
+    assert rows[2]["time/profile"] > 0 and "time/profile" not in rows[1]
+    with gzip.open(tmp_path / "run" / "profile" / "step_000002_rank0.json.gz") as trace:
+        assert len(json.load(trace)["traceEvents"]) > 1000
+
+
+def test_a_pool_without_room_for_the_measurement_costs_the_measurement_only(grpo, capfd):
+    row = grpo("steps=1", "engine.kv_tokens=96", "measure_speedup_every=1", "validation=null")[-1]
+    assert "speedup/measured" not in row and row["speedup/model"] > 0
+    assert "speedup/measured is left out: engine.kv_tokens 96 has no room" in capfd.readouterr().err
+
+
+def test_the_last_words_of_a_run_survive_odd_lines_in_its_log(grpo, tmp_path, capsys):
+    grpo("steps=1")
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('[]\n{"step": 2, "reward": "a text"}\n')
+    print_report(tmp_path / "run", tmp_path / "run" / "checkpoints", 0.9)
+    assert "step_000001/model" in capsys.readouterr().out
 
 
 def test_dense_rollouts_are_accepted_and_agree_with_the_trainer(grpo):

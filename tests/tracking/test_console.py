@@ -7,6 +7,7 @@ import pty
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -30,7 +31,7 @@ def test_seconds_add_up_by_phase_and_begin_anew() -> None:
 
 def test_a_log_has_a_line_now_and_then_that_names_phase_and_progress(capfd: pytest.CaptureFixture[str]) -> None:
     console = PhaseConsole(speaks=True, seconds_between_beats=0.05)
-    console.step = 6
+    console.step = 7
     time.sleep(0.12)  # no phase, nothing to say
     assert capfd.readouterr().err == ""
     with console.phase("validation"), console.phase("rollout", 64) as advance:
@@ -52,6 +53,7 @@ def test_a_rank_that_does_not_speak_is_silent(capfd: pytest.CaptureFixture[str])
 
 PROGRAM = """
 import time
+from pathlib import Path
 from sparrow.tracking.console import PhaseConsole
 console = PhaseConsole(speaks=True, seconds_between_beats=0.05)
 with console.phase("rollout", 4) as advance:
@@ -78,6 +80,28 @@ def test_a_terminal_has_a_bar_and_no_lines() -> None:
             output += part
     os.close(ours)
     assert process.returncode == 0
-    assert b"rollout" in output and b"4 tokens" in output and b"step 1" in output
+    assert b"rollout" in output and b"4 tokens" in output and b"step 0" in output
     assert b"rollout for" not in output, "beats are for logs"
     assert output.rstrip().endswith(b"after")
+
+
+def test_a_terminal_that_goes_away_takes_the_bar_only(tmp_path: Path) -> None:
+    """As after nohup or disown: SIGHUP is ignored, and the other end is closed."""
+    ours, theirs = pty.openpty()
+    program = f"import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n{PROGRAM}".replace(
+        'print("after")', f"open({str(tmp_path / 'after')!r}, 'w').write('done')"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.DEVNULL, stderr=theirs, start_new_session=True
+    ) as process:
+        os.close(theirs)
+        os.read(ours, 1)
+        os.close(ours)
+    assert process.returncode == 0 and (tmp_path / "after").read_text() == "done"
+
+
+def test_a_line_that_cannot_be_written_is_no_error() -> None:
+    code = "from sparrow.tracking.console import say; say('x'); print('on')"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=full, text=True)
+    assert done.stdout == "on\n"

@@ -99,3 +99,23 @@ def test_a_run_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"run directory .*file"):
         started(tmp_path / "file")
+
+
+def test_half_a_line_of_a_full_disk_does_not_swallow_the_next(tmp_path: Path) -> None:
+    tracker = started(tmp_path)
+    tracker.log_dict({"reward": 0.5}, 1)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "rew')
+    tracker.log_dict({"reward": 0.75}, 3)
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 3]
+
+
+def test_odd_lines_and_half_a_surrogate_pair_cost_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"a": 1}\n[]\n{"step": "2"}\n7\n')
+    tracker = started(tmp_path)
+    tracker.log_dict({"reward": 0.5}, 2)
+    assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2, "reward": 0.5}]
+    tracker.log_samples([{"prompt": "a\ud800b"}, {"prompt": "é"}], 2)
+    assert [row["prompt"] for row in read_jsonl(tmp_path / "samples.jsonl")] == ["a\ud800b", "é"]
+    started(tmp_path).log_samples([{"prompt": "c"}], 3)
+    assert [row["prompt"] for row in read_jsonl(tmp_path / "samples.jsonl")] == ["a\ud800b", "é", "c"]

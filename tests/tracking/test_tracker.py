@@ -91,10 +91,10 @@ def test_failures_are_reported_once_and_counted(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING):
         run(trackers)
     assert [record.getMessage() for record in caplog.records] == [
-        "Recorder.log_dict failed, training goes on: RuntimeError: disk full",
-        "Recorder failed 5 times in this run",
+        "Recorder 0.log_dict failed, training goes on: RuntimeError: disk full",
+        "Recorder 0 failed 5 times in this run",
     ]
-    assert trackers.failures["Recorder"] == 5
+    assert trackers.failures["Recorder 0"] == 5
     assert healthy.calls[1] == ("log_dict", {"reward": 0.5}, 1)
     assert healthy.calls[3] == ("log_dict", {"reward": 0.5, "tracking/failures": 2}, 2)
 

@@ -63,7 +63,8 @@ class Metrics:
     def bins(self, prefix: str) -> dict[int, Series]:
         """The same where the rest is a number, in the order of the numbers."""
         named = self.below(prefix).items()
-        found = {int(rest): series for rest, series in named if rest.isdecimal() and int(rest) < MOST_STEPS}
+        numbers = [(rest, series) for rest, series in named if rest.isdecimal() and len(rest) <= len(str(MOST_STEPS))]
+        found = {int(rest): series for rest, series in numbers if int(rest) < MOST_STEPS}
         return dict(sorted(found.items()))
 
 

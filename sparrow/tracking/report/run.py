@@ -72,8 +72,8 @@ def _settings(folder: Path) -> dict[str, Any]:
         if file.is_file():
             try:
                 return flat(yaml.safe_load(file.read_text(encoding="utf-8", errors="replace")))
-            except yaml.YAMLError:
-                continue  # half written; an older save will do
+            except (yaml.YAMLError, ValueError, RecursionError):
+                continue  # half written, or no config; an older save will do
     return {}
 
 

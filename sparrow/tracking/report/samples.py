@@ -98,6 +98,8 @@ def _is_low(value: Any) -> bool:
 
 
 def _number(value: Any) -> float | None:
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 1000:
+        return None  # more than a float holds
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     return float(value) if value in ("nan", "inf", "-inf") else None
