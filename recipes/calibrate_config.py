@@ -101,7 +101,7 @@ def check(cfg: CalibrateConfig) -> None:
     if cfg.until_length is not None and cfg.until_length <= cfg.from_length:
         raise UserError(f"until_length: {cfg.until_length} must be above from_length {cfg.from_length}")
     _check_budgets(cfg)
-    _check_sampling(cfg.sampling)
+    check_sampling(cfg.sampling)
 
 
 def _check_budgets(cfg: CalibrateConfig) -> None:
@@ -111,7 +111,7 @@ def _check_budgets(cfg: CalibrateConfig) -> None:
         raise UserError(f"kv_cache: {cfg.kv_cache.path} has no budget to calibrate; give the sparse cache of the run")
 
 
-def _check_sampling(sampling: SamplingParams) -> None:
+def check_sampling(sampling: SamplingParams) -> None:
     if sampling.temperature == 0 or sampling.truncates:
         raise UserError(
             f"sampling: {sampling} is not what is trained on: the acceptance rate compares whole distributions at a "
@@ -156,30 +156,30 @@ def fixed_budget(pages: int) -> Component:
     return Component("sparrow.components.budget.FixedBudget", {"pages": pages}, "budgets")
 
 
-def measured_with(cfg: CalibrateConfig) -> dict[str, Any]:
-    """The settings that a measurement depends on, by dotted key, however they are spelt.
+def measured_with(cfg: Any) -> dict[str, Any]:
+    """The settings that a measurement depends on, by dotted key, however they are spelt; of any config that has them.
 
     Arguments that are left out have their defaults, paths are absolute, and the checkpoint is known by its weights.
     """
     checkpoint = Path(cfg.model)
     names = dict.fromkeys(key.partition(".")[0] for key in MEASURED_WITH)
-    flat = _flat({name: _plain(getattr(cfg, name)) for name in names})
+    flat = _flat({name: plain(getattr(cfg, name)) for name in names})
     flat = {key: value for key, value in flat.items() if not key.startswith("kv_cache.budget.")}
     wanted = {key: flat[key] for key in flat if any(f"{key}.".startswith(f"{name}.") for name in MEASURED_WITH)}
     return {"model": f"{checkpoint.absolute().name}, weights {fingerprint(checkpoint)}", **wanted}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A setting as JSON holds it."""
     if isinstance(value, Component):
         arguments = {**_defaults(value.path), **value.kwargs}
-        return {"_component_": value.path} | {name: _plain(argument) for name, argument in arguments.items()}
+        return {"_component_": value.path} | {name: plain(argument) for name, argument in arguments.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        return {name: _plain(item) for name, item in vars(value).items()}
+        return {name: plain(item) for name, item in vars(value).items()}
     if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
+        return {name: plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, str) and os.sep in value and Path(value).expanduser().exists():
         return str(Path(value).expanduser().resolve())
     return value

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,17 +18,29 @@ from torch import Tensor
 from sparrow.attention.packed import PackedCausal
 from sparrow.components.acceptance import AcceptanceTail, alpha_top_k, top_k_floor
 from sparrow.components.data import PromptData
-from sparrow.engine.engine import Engine
+from sparrow.engine.engine import Engine, EngineConfig
+from sparrow.engine.sampler import SamplingParams
 from sparrow.launch import check_stop
 from sparrow.models.decoder import Decoder
 from sparrow.models.tokenizer import Tokenizer
 from sparrow.protocols import KVCache
-from sparrow.recipes.calibrate_config import CalibrateConfig
 from sparrow.recipes.calibrate_surface import Measured, joined
 from sparrow.rollout import RolloutBatch
 from sparrow.training import distributed
 from sparrow.training.logprob import score_tokens
 from sparrow.training.packing import MicroBatch, pack, response_hidden, split_by_tokens
+
+
+class Settings(Protocol):
+    """The keys of a config that sampling and scoring read; see `CalibrateConfig`."""
+
+    seed: int
+    num_samples: int
+    enable_thinking: bool | None
+    sampling: SamplingParams
+    engine: EngineConfig
+    micro_batch_tokens: int
+    logprob_chunk: int
 
 
 @dataclass(frozen=True)
@@ -42,9 +55,7 @@ class Trajectories:
 class Sampler:
     """Trajectories of this rank's share of the prompts; random numbers follow the prompt, not rank or cache."""
 
-    def __init__(
-        self, cfg: CalibrateConfig, data: PromptData, model: Decoder, tokenizer: Tokenizer, top_k: int
-    ) -> None:
+    def __init__(self, cfg: Settings, data: PromptData, model: Decoder, tokenizer: Tokenizer, top_k: int) -> None:
         self.cfg, self.data, self.model, self.tokenizer, self.top_k = cfg, data, model, tokenizer, top_k
 
     def sample(self, cache: KVCache, prompts: range, keep_hidden: bool) -> RolloutBatch:
@@ -76,7 +87,7 @@ class Sampler:
 class Scorer:
     """Acceptance rates of sampled tokens from the hidden states of both sides."""
 
-    def __init__(self, cfg: CalibrateConfig, model: Decoder, acceptance: AcceptanceTail, device: torch.device) -> None:
+    def __init__(self, cfg: Settings, model: Decoder, acceptance: AcceptanceTail, device: torch.device) -> None:
         self.cfg, self.model, self.acceptance, self.device = cfg, model, acceptance, device
 
     @torch.no_grad()

@@ -55,12 +55,12 @@ def split_minibatches(
     counted_S = batch.keep_S | learns_S
     minibatches = [
         Minibatch(
-            _packed(batch, learns_S & (part_S == part), cfg.micro_batch_tokens, device),
+            packed(batch, learns_S & (part_S == part), cfg.micro_batch_tokens, device),
             *_counts(batch, learns_S & (part_S == part), counted_S & (part_S == part)),
         )
         for part in range(cfg.minibatches)
     ]
-    return minibatches, _packed(batch, ~learns_S, cfg.micro_batch_tokens, device)
+    return minibatches, packed(batch, ~learns_S, cfg.micro_batch_tokens, device)
 
 
 def _learns(batch: RolloutBatch, cfg: GRPOConfig) -> Tensor:
@@ -81,13 +81,14 @@ def combine_metrics(minibatches: Sequence[dict[str, float]]) -> dict[str, float]
     return {name: sum(v) if name == "update/skipped" else sum(v) / len(v) for name, v in values.items()}
 
 
-def _packed(batch: RolloutBatch, chosen_S: Tensor, max_tokens: int, device: torch.device) -> list[MicroBatch]:
+def packed(batch: RolloutBatch, chosen_S: Tensor, max_tokens: int, device: torch.device) -> list[MicroBatch]:
+    """Micro-batches of the chosen sequences, as many on each rank; collective."""
     members = chosen_S.nonzero().flatten().tolist()
     lengths = [len(batch.prompts[s]) + int(batch.lengths_S[s]) - 1 for s in members]
-    packed = [pack(batch, [members[i] for i in group], device) for group in split_by_tokens(lengths, max_tokens)]
+    batches = [pack(batch, [members[i] for i in group], device) for group in split_by_tokens(lengths, max_tokens)]
     # Each forward and backward is a collective of all ranks.
-    missing = max(distributed.gather_objects(len(packed))) - len(packed)
-    return packed + [empty_micro_batch(device)] * missing
+    missing = max(distributed.gather_objects(len(batches))) - len(batches)
+    return batches + [empty_micro_batch(device)] * missing
 
 
 def _counts(batch: RolloutBatch, learning_S: Tensor, counted_S: Tensor) -> tuple[int, BatchTotals]:

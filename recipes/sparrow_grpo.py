@@ -59,6 +59,7 @@ from sparrow.recipes.evaluate import (
 )
 from sparrow.recipes.grpo_config import GRPOConfig, Validation, check
 from sparrow.recipes.grpo_data import check_data
+from sparrow.recipes.grpo_distill import DistillStep, check_recorded, engine_weights
 from sparrow.recipes.grpo_files import start_trackers
 from sparrow.recipes.grpo_memory import check_memory
 from sparrow.recipes.grpo_minibatches import balance_ranks, split_minibatches
@@ -148,6 +149,7 @@ class SparrowGRPO:
         self.advantage, self.correction = cfg.advantage.build(), cfg.correction.build()
         self.loss, self.aggregation = cfg.loss.build(), cfg.aggregation.build()
         self.distiller: Distiller | None = cfg.distiller.build() if cfg.distiller is not None else None
+        check_recorded(self.distiller, self.acceptance.top_k)
         self.controller = self.cache.budget if isinstance(self.cache.budget, AdaptiveBudget) else None
         self._schedule_differences()
 
@@ -172,7 +174,8 @@ class SparrowGRPO:
         if cfg.replay is not None:
             self.engine = Replay(Path(cfg.replay), self.cache, self.origin)
         else:
-            self.engine = Engine(self.model, self.cache, eos_ids, engine, cfg.seed, top_k, decode)
+            weights = engine_weights(self.distiller, self.model)
+            self.engine = Engine(self.model, self.cache, eos_ids, engine, cfg.seed, top_k, decode, weights)
         # The reference is what the policy starts from, also when the run is resumed.
         trained = (self.device, getattr(torch, cfg.dtype), cfg.replicate)
         self.reference = load_trained(cfg.model, *trained).requires_grad_(False) if cfg.kl_coef > 0 else None
@@ -186,6 +189,8 @@ class SparrowGRPO:
         )
         if self.distiller is not None:
             self.distiller.attach(self.model)
+            micro = (cfg.attention, cfg.sampling.temperature, cfg.micro_batch_tokens, cfg.logprob_chunk)
+            self.distill = DistillStep(self.distiller, self.model, *micro, self.device)
         prepare_layers(self.model, cfg.activation_checkpointing, cfg.offload_activations, cfg.compile)
         self.rates = self._rates(getattr(torch, engine.dtype or cfg.dtype))
         self.dense_cache = DenseKVCache(self.cache.page_size, self.cache.block_size)
@@ -309,7 +314,7 @@ class SparrowGRPO:
         metrics |= self._utilisation(everything, learned, seconds["dense"] + seconds["update"])
         if self.distiller is not None and not self.alarms.fallback:
             with phase("distill"):
-                metrics |= self._distill(batch, everything)
+                metrics |= self.distill(batch, self.cache, float(self.optimizer.param_groups[0]["lr"]))
         # After the distiller, which looks at the pages that the rollout saw. A dense fallback says nothing of a budget.
         if self.controller is not None and not self.alarms.fallback:
             assert batch.alpha_T is not None
@@ -410,6 +415,9 @@ class SparrowGRPO:
         cfg = self.cfg
         T = batch.num_tokens
         logprobs_T, entropy_T, exact_T, top_k_T, floor_T = torch.zeros(5, T).unbind()
+        if self.distiller is not None and (top_k := min(self.distiller.recorded_top_k, self.model.config.vocab_size)):
+            batch.dense_top_ids_TK = torch.zeros(T, top_k, dtype=torch.int64)
+            batch.dense_top_logprobs_TK = torch.zeros(T, top_k)
         for done, micro in enumerate(micro_batches):
             advance(done, f"{T:,} tokens")
             at = micro.index_N
@@ -428,6 +436,9 @@ class SparrowGRPO:
             top_ids, top_logprobs = scores.top_ids_NK.cpu(), scores.top_logprobs_NK.cpu()
             top_k_T[at] = alpha_top_k(batch.top_ids_TK[at], batch.top_logprobs_TK[at], top_ids, top_logprobs)
             floor_T[at] = top_k_floor(top_logprobs)
+            if batch.dense_top_ids_TK is not None and batch.dense_top_logprobs_TK is not None:
+                kept = batch.dense_top_ids_TK.shape[1]
+                batch.dense_top_ids_TK[at], batch.dense_top_logprobs_TK[at] = top_ids[:, :kept], top_logprobs[:, :kept]
             if scores.alpha_exact_N is not None:
                 exact_T[at] = scores.alpha_exact_N.cpu()
         batch.dense_logprobs_T, batch.entropy_T = logprobs_T, entropy_T
@@ -459,20 +470,6 @@ class SparrowGRPO:
         everywhere = [distributed.gather(x) for x in (dense_T, batch.logprobs_T, sequences_T)]
         _, metrics = self.correction(*everywhere)
         return metrics | mismatch_panel(everywhere[1], everywhere[0], everywhere[2])
-
-    def _distill(self, batch: RolloutBatch, micro_batches: list[MicroBatch]) -> dict[str, float]:
-        assert self.distiller is not None and batch.dense_logprobs_T is not None
-
-        def attention(micro: MicroBatch) -> Any:
-            return self.cache.training(micro.lengths, micro.prompt_lengths, self.device)
-
-        return self.distiller.step(
-            micro_batches,
-            attention,
-            batch.dense_logprobs_T,
-            self.cfg.sampling.temperature,
-            self.cfg.logprob_chunk,
-        )
 
     def _dense_attention(self, micro: MicroBatch) -> DenseAttention:
         return DenseAttention(self.cfg.attention, micro.lengths, self.device)

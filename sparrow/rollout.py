@@ -38,6 +38,7 @@ class RolloutBatch:
         advantages_S: within the group, fp32.
         keep_S: whether the loss counts the sequence in its denominators (`Advantages.keep_S`), bool.
         dense_logprobs_T: log-prob of the token under the dense policy before the update, at the sampling temperature.
+        dense_top_ids_TK, dense_top_logprobs_TK: its most probable tokens then, for a distiller that asks for them.
         entropy_T: of the dense policy, nats.
         reference_logprobs_T: the token's log-prob under the frozen reference, for the KL term.
         alpha_T: acceptance rate, by the chosen estimator.
@@ -66,6 +67,8 @@ class RolloutBatch:
     advantages_S: Tensor | None = None
     keep_S: Tensor | None = None
     dense_logprobs_T: Tensor | None = None
+    dense_top_ids_TK: Tensor | None = None
+    dense_top_logprobs_TK: Tensor | None = None
     entropy_T: Tensor | None = None
     reference_logprobs_T: Tensor | None = None
     alpha_T: Tensor | None = None

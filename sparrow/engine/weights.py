@@ -5,14 +5,14 @@ Axes: T probe tokens, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from sparrow.attention.packed import PackedCausal
 from sparrow.engine.decode import RolloutModel
-from sparrow.models.adapted import copy_weights
+from sparrow.models.adapted import copy_weights, effective_weight
 from sparrow.models.decoder import Decoder
 from sparrow.training.sharding import release
 
@@ -49,6 +49,58 @@ class SharedWeights:
 
     def sleep(self) -> None:
         """Nothing to give back."""
+
+
+class MergedWeights:
+    """The trainer's own model with its active adapters added to the weights, from `wake` to `sleep`.
+
+    The trainer's tensors are set aside, not added to: what comes back is them, to the last bit.
+
+    Attributes:
+        probe_difference: mean difference of the probe's log-probs by the merge, at the last `wake`.
+    """
+
+    def __init__(self, model: Decoder) -> None:
+        self.model, self.probe_difference = model, 0.0
+        self._aside: list[tuple[Any, Tensor]] = []
+
+    @torch.no_grad()
+    def wake(self) -> RolloutModel:
+        """The model, merged.
+
+        Raises:
+            RuntimeError: merged it is another model.
+        """
+        parameter = next(self.model.parameters())
+        tokens_T = _probe_tokens(self.model, parameter.device)
+        before = _logprobs(self.model, tokens_T)
+        self._merge()
+        self.probe_difference = float((_logprobs(self.model, tokens_T) - before).abs().mean())
+        if not self.probe_difference <= PROBE_TOLERANCE[parameter.dtype]:  # a NaN fails too
+            self.sleep()
+            raise RuntimeError(
+                f"engine: with the adapter merged, log-probs differ by {self.probe_difference:.3g} nats in the mean; "
+                f"{parameter.dtype} explains {PROBE_TOLERANCE[parameter.dtype]}"
+            )
+        return self.model
+
+    def sleep(self) -> None:
+        """Puts the trainer's tensors back."""
+        for layer, weight in self._aside:
+            layer.base_layer.weight.data = weight
+            layer.merged_adapters.clear()
+        self._aside = []
+
+    def _merge(self) -> None:
+        for module in self.model.modules():
+            layer: Any = module
+            if not hasattr(layer, "base_layer") or layer.disable_adapters:
+                continue
+            own = layer.base_layer.weight
+            merged = effective_weight(layer).to(own.dtype)
+            self._aside.append((layer, own.data))
+            own.data = merged
+            layer.merged_adapters.extend(layer.active_adapters)  # peft then leaves the adapter out of the forward
 
 
 class CopiedWeights:
@@ -113,12 +165,15 @@ class PackedWeights:
         """The engine drops the only reference to the copy; there is nothing else."""
 
     def _probe(self, decoder: RolloutModel) -> float:
-        vocab_size = self.model.config.vocab_size
-        length = min(PROBE_TOKENS, self.model.config.max_position_embeddings)
-        tokens_T = torch.arange(length, device=self.device) * PROBE_STRIDE % vocab_size
+        tokens_T = _probe_tokens(self.model, self.device)
         ours, trainers = _logprobs(decoder, tokens_T), _logprobs(self.model, tokens_T)
         release(self.model)
         return float((ours - trainers).abs().mean())
+
+
+def _probe_tokens(model: Decoder, device: torch.device) -> Tensor:
+    length = min(PROBE_TOKENS, model.config.max_position_embeddings)
+    return torch.arange(length, device=device) * PROBE_STRIDE % model.config.vocab_size
 
 
 def _logprobs(model: RolloutModel, tokens_T: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from sparrow.attention.packed import PackedCausal
 from sparrow.components.budget import FixedBudget
-from sparrow.components.distiller import LoRADistiller, k3
+from sparrow.components.distill_loss import k3
+from sparrow.components.distiller import DistillRun, LoRADistiller
 from sparrow.components.kv_cache import SparseKVCache
 from sparrow.components.selector import CentroidSelector
 from sparrow.engine.engine import Engine, EngineConfig
@@ -39,6 +40,16 @@ def attached() -> tuple[Decoder, LoRADistiller]:
 @torch.no_grad()
 def logits(model: Decoder) -> torch.Tensor:
     return model.logits(model(TOKENS, TOKENS, PackedCausal([10])))
+
+
+def run_of(cache: SparseKVCache, base_rate: float | None = None) -> DistillRun:
+    return DistillRun(
+        attention=lambda micro: cache.training(micro.lengths, micro.prompt_lengths, torch.device("cpu")),
+        dense_attention=lambda micro: PackedCausal(micro.lengths),
+        temperature=1.0,
+        chunk_size=1024,
+        base_rate=base_rate,
+    )
 
 
 def test_k3_by_hand():
@@ -124,9 +135,7 @@ def test_steps_on_one_batch_bring_the_sparse_policy_nearer():
         hidden = response_hidden(model, micro, PackedCausal(micro.lengths))
         dense_T[micro.index_N] = token_logprobs(hidden, model.logits, micro.targets_N, 1.0)[0]
 
-    def attention(micro):
-        return cache.training(micro.lengths, micro.prompt_lengths, torch.device("cpu"))
-
-    losses = [distiller.step([micro], attention, dense_T, 1.0, 1024)["distill/kl"] for _ in range(40)]
+    batch.dense_logprobs_T = dense_T
+    losses = [distiller.step(batch, [micro], run_of(cache))["distill/kl"] for _ in range(40)]
     torch.testing.assert_close(losses[0], float(k3(batch.logprobs_T, dense_T).mean()), atol=1e-5, rtol=0)
     assert losses[0] > 1e-3 and losses[-1] < 0.7 * losses[0]
