@@ -30,10 +30,10 @@ from sparrow.training.quantiles import UNIT_EDGES, Histogram, Ordered, cell_coun
 
 # What the paper's calibration sweeps.
 GRID = [32, 48, 64, 80, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024]
-_LEAST_LOSS = 1e-3  # below it a ratio of losses is noise
+LEAST_LOSS = 1e-3  # below it a ratio of losses is noise
 # The loss of SmolLM2-135M falls as budget^-.69 with the paper's selector (docs/paper.md: P5 of .721 and .827 with 16
 # and 32 pages) and as budget^-.99 where pages are picked by the true attention mass.
-_STEEPEST = 2.0
+STEEPEST = 2.0
 
 
 class TailController:
@@ -178,9 +178,9 @@ class TailController:
         """What the step below lacks, from the P5 it was left with and the first one above it."""
         if not math.isnan(self.failed_p5_N[n]):
             below = self.levels_N[n] - 1
-            ratio = (1 - self.failed_p5_N[n]) / max(1 - quantile(window, TAIL), _LEAST_LOSS)
+            ratio = (1 - self.failed_p5_N[n]) / max(1 - quantile(window, TAIL), LEAST_LOSS)
             # Between the two measurements the tail itself may have moved; that must not bar the step for good.
-            most = (self.grid_L[below + 1] / self.grid_L[below]) ** _STEEPEST
+            most = (self.grid_L[below + 1] / self.grid_L[below]) ** STEEPEST
             self.loss_ratio_NL[n][below] = min(max(ratio, 1.0), most)
             self.failed_p5_N[n] = math.nan
 
