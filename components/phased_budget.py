@@ -1,9 +1,9 @@
 """A schedule for the first phase and a cheaper one for the second, changed by the measured tail (paper, DistillSparse).
 
 The paper distils under its .86 schedule for 20,000 examples and then takes the .80 one, by hand. Here the cheaper one
-is taken when the tail has had room for some steps, and left as soon as the tail falls below tau under it. What the
-change costs is not known before it was tried: after a failure the loss 1 - P5 of the two phases is compared, and the
-next try waits until the first phase's tail, so scaled, would hold. A tail that stands still is tried once.
+is taken when the tail has had room for some steps, and left as soon as the tail falls below tau under it. What it
+costs is not known before it was tried, so each failure doubles the time to the next try: a tail that stands still is
+tried a handful of times in a run, and one that distilling lifts is found before the run is twice as old.
 
 Axes: T tokens of this rank, N bins, H cells of the histogram of alpha.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 from sparrow.components.acceptance import TAIL
 from sparrow.components.budget import StepSchedule, StepTable
 from sparrow.components.schedule_file import check_whole
-from sparrow.components.tail_controller import LEAST_LOSS, STEEPEST, quantile_interval
+from sparrow.components.tail_controller import quantile_interval
 from sparrow.errors import UserError
 from sparrow.protocols import RunSettings
 from sparrow.training.quantiles import UNIT_EDGES, Histogram, cell_counts, quantile
@@ -34,7 +34,8 @@ class PhasedBudget:
         first: the schedule to begin with.
         cheaper: the one to save with; nowhere above `first`.
         margin: how far above tau the lower bound of P5 has to be, in the first phase, before the change.
-        patience: steps that it is measured over; a step that is itself below begins them anew.
+        patience: steps that it is measured over; one that is itself below begins them anew. After the n-th failure of
+            the cheaper schedule they begin patience * (2 ** n - 1) steps later.
         min_tokens: tokens of a bin that a decision needs; they add up over the steps.
         confidence, correlated_tokens: of the interval, see `TailController`.
 
@@ -64,8 +65,8 @@ class PhasedBudget:
         _check_cheaper(*self.entries, bin_width)
         self.table = StepTable(self.entries[0], bin_width)
         self.phase = 0
-        self.left_with = math.nan  # P5 of the first phase when it was left last
-        self.loss_ratio = math.nan  # loss of the cheaper phase over that of the first, once it has failed
+        self.failures = 0  # of the cheaper schedule
+        self.wait = 0  # steps before a window for the next try begins
         self._begin_window()
 
     @property
@@ -103,12 +104,16 @@ class PhasedBudget:
         metrics = {"budget/phase": float(self.phase)}
         if not step_NH.any():
             return metrics
+        if self.wait:
+            self.wait -= 1
+            return metrics
         self.window_NH += step_NH
         self.steps += 1
         if judged := self._judged(self.window_NH):
             worst = self._worst(judged)
             metrics["budget/phase_p5"] = worst
-            self._decide(judged, min([worst, self._worst(self._judged(step_NH))]), tau)
+            # The step by itself as well: a jump must not hide behind the good steps before it.
+            self._decide(judged, min(worst, self._worst(self._judged(step_NH))), tau)
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
@@ -119,8 +124,8 @@ class PhasedBudget:
             "phase": self.phase,
             "window": self.window_NH.clone(),
             "steps": self.steps,
-            "left_with": self.left_with,
-            "loss_ratio": self.loss_ratio,
+            "failures": self.failures,
+            "wait": self.wait,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -129,37 +134,23 @@ class PhasedBudget:
         if state.get("entries") is None or (state["bin_width"], state["entries"]) != ours:
             raise UserError("resume: the save was made with other schedules than this run's PhasedBudget")
         self.phase, self.steps = state["phase"], state["steps"]
-        self.left_with, self.loss_ratio = state["left_with"], state["loss_ratio"]
+        self.failures, self.wait = state["failures"], state["wait"]
         self.window_NH = state["window"].clone()
         self.table.replace(self.entries[self.phase])
 
     def _decide(self, judged: list[Histogram], worst: float, tau: float) -> None:
-        """By the window's bins, and the worst P5 of window and step: a jump must not hide behind good steps."""
-        if self.phase == 1:
-            if worst < tau:
-                self._learn(worst)
-                self._change(0)
-            elif self.steps >= self.patience:
-                self._begin_window()
-        elif worst < tau + self.margin:
+        """By the window's bins, and the worst P5 of window and step."""
+        if self.phase == 1 and worst < tau:
+            self.failures += 1
+            self.wait = self.patience * (2**self.failures - 1)
+            self._change(0)
+        elif self.phase == 0 and worst < tau + self.margin:
             self._begin_window()
         elif self.steps >= self.patience:
-            low, p5 = min(self._low(values) for values in judged), self._worst(judged)
+            low = min(self._low(values) for values in judged)
             self._begin_window()
-            if self._holds(low, tau):
-                self.left_with = p5
+            if self.phase == 0 and low >= tau + self.margin:
                 self._change(1)
-
-    def _holds(self, low: float, tau: float) -> bool:
-        """Whether P5 may be expected to hold under the cheaper schedule, from its lower bound under the first."""
-        return low >= tau + self.margin and (math.isnan(self.loss_ratio) or 1 - self.loss_ratio * (1 - low) >= tau)
-
-    def _learn(self, p5: float) -> None:
-        """What the cheaper schedule costs, from the P5 that it was left with and that before it."""
-        ratio = (1 - p5) / max(1 - self.left_with, LEAST_LOSS)
-        # Between the two measurements the tail itself may have moved; that must not bar the phase for good.
-        most = max(first / cheaper for first, cheaper in zip(*self.entries, strict=True)) ** STEEPEST
-        self.loss_ratio = min(max(ratio, 1.0), most)
 
     def _change(self, phase: int) -> None:
         self.phase = phase

@@ -70,23 +70,23 @@ def test_margin_is_held_by_the_lower_bound_of_the_worst_bin():
 
 
 def test_it_goes_back_at_once_and_does_not_flap():
-    """The cheaper schedule does not hold, and nothing improves: one try, one step of it below tau, and no other."""
+    """The cheaper schedule does not hold, and nothing improves: few tries, each of one step, ever further apart."""
     phases = simulate(phased(), lambda step, phase: (0.93, 0.80)[phase], 400)
     assert phases[:6] == [0, 0, 0, 0, 1, 0], phases
-    assert changes(phases) == 2
+    tries = [step for step, phase in enumerate(phases) if phase]
+    assert tries == [4, 13, 30, 63, 128, 257], "4 steps of patience and 1 of the try, after 4, 12, 28, 60, 124 others"
 
 
 def test_a_tail_that_distilling_lifts_is_tried_again():
-    """1 - P5 halves in both phases at step 100: .90 and .84 become .95 and .92."""
+    """The cheaper schedule holds from step 100 on, and is found 28 steps later."""
     phases = simulate(phased(), lambda step, phase: (((0.90, 0.80), (0.96, 0.92))[step >= 100])[phase], 200)
-    assert phases[4:7] == [1, 0, 0] and not any(phases[6:100])
-    assert changes(phases) == 3 and phases[-1] == 1
+    assert [step for step, phase in enumerate(phases) if phase] == [4, 13, 30, 63, *range(128, 200)]
 
 
 @pytest.mark.parametrize("cheap", [0.85, 0.855, 0.86, 0.865, 0.87])
 def test_about_tau_it_changes_seldom(cheap):
-    """Where the measurement cannot tell, a few tries in 400 steps and then the safe schedule, or none of it."""
-    assert changes(simulate(phased(), lambda step, phase: (0.92, cheap)[phase], 400)) <= 6
+    """Where the measurement cannot tell, tries in 400 steps are as few as where it fails for certain."""
+    assert changes(simulate(phased(), lambda step, phase: (0.92, cheap)[phase], 400)) <= 12
 
 
 def test_a_jump_does_not_hide_behind_the_good_steps_before_it():
