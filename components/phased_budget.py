@@ -58,7 +58,7 @@ class PhasedBudget:
             check_whole(key, value, "PhasedBudget")
         if not 0 <= margin < 1 or not 0 < confidence < 1:
             raise UserError(f"PhasedBudget: margin {margin} and confidence {confidence} must be between 0 and 1")
-        self.schedules = (first, cheaper)
+        self.start, self.schedules = first, (first, cheaper)
         self.margin, self.patience, self.min_tokens = margin, patience, min_tokens
         self.confidence, self.correlated_tokens = confidence, correlated_tokens
         self.entries, bin_width = _common_bins(first, cheaper)

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from sparrow.components.budget import StepSchedule
 from sparrow.components.kv_cache import SparseKVCache
-from sparrow.components.tail_controller import TailController
 from sparrow.errors import UserError
 from sparrow.models.decoder_config import read_json
-from sparrow.protocols import KVCache
+from sparrow.protocols import AdaptiveBudget, KVCache
 from sparrow.recipes.cost_config import Search
 
 _SIZES = ("sink_pages", "recent_pages", "dense_layers")
@@ -22,7 +21,7 @@ def foreign_schedule(model: str, cache: KVCache) -> list[str]:
     Raises:
         UserError: they differ, and the schedule's `allow_foreign` does not let them.
     """
-    budget = cache.budget.start if isinstance(cache.budget, TailController) else cache.budget
+    budget = cache.budget.start if isinstance(cache.budget, AdaptiveBudget) else cache.budget
     made_for = budget.provenance if isinstance(budget, StepSchedule) else None
     # A cost depends on neither, so that the config has none.
     temperature, estimator = (1.0, "exact") if made_for is None else (made_for.temperature, made_for.estimator)

@@ -17,6 +17,8 @@ from sparrow.recipes.calibrate_surface import Cell, Measured, bins_of, cells_of
 from sparrow.recipes.distill_config import DistillConfig
 from sparrow.tracking.picture import GREY
 
+OWN_BUDGET = 0  # in the place of a number of pages: the schedule that was distilled under
+
 
 @dataclass(frozen=True)
 class Change:
@@ -69,8 +71,12 @@ def table(rows: Sequence[Change]) -> list[str]:
         start = "all" if row.bin_start is None else str(row.bin_start)
         before = f"{row.before:.3f} [{row.before_low:.3f}, {row.before_high:.3f}]"
         after = f"{row.after:.3f} [{row.after_low:.3f}, {row.after_high:.3f}]"
-        lines.append(f"{row.budget:<7} {start:<7} {before:<23} {after:<23} {row.gain:<+8.3f} {row.tokens:,}")
+        lines.append(f"{_name(row.budget):<7} {start:<7} {before:<23} {after:<23} {row.gain:<+8.3f} {row.tokens:,}")
     return lines
+
+
+def _name(budget: int) -> str:
+    return "own" if budget == OWN_BUDGET else str(budget)
 
 
 def write_changes(folder: Path, rows: Sequence[Change], about: Mapping[str, Any]) -> None:
@@ -95,7 +101,9 @@ def draw_changes(file: Path, rows: Sequence[Change], bin_width: int, title: str)
         row = [row for row in rows if row.budget == budget and row.bin_start is not None]
         at = [change.bin_start + bin_width / 2 for change in row if change.bin_start is not None]
         axes.plot(at, [change.before for change in row], color=shade, ls="--", lw=1.2)
-        axes.plot(at, [change.after for change in row], color=shade, marker="o", ms=3, lw=1.8, label=f"{budget} pages")
+        axes.plot(
+            at, [change.after for change in row], color=shade, marker="o", ms=3, lw=1.8, label=f"{_name(budget)} pages"
+        )
         low, high = [change.after_low for change in row], [change.after_high for change in row]
         axes.fill_between(at, low, high, color=shade, alpha=0.15, lw=0)
     axes.set_title(f"{title}; dashed: before", loc="left", fontsize=11)

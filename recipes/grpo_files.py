@@ -12,8 +12,8 @@ import yaml
 
 from sparrow.components.budget import StepSchedule
 from sparrow.components.schedule_file import schedule_file
-from sparrow.components.tail_controller import TailController
 from sparrow.config import to_yaml
+from sparrow.protocols import AdaptiveBudget
 from sparrow.recipes.grpo_config import GRPOConfig
 from sparrow.recipes.grpo_resume import SETTINGS, write_settings
 from sparrow.tracking.tracker import SafeTrackers
@@ -50,7 +50,7 @@ def _commit(folder: Path) -> str | None:
 
 def _schedule_files(budget: Any) -> list[Path]:
     """The schedule's file, and the surface that `sparrow_calibrate` wrote beside it."""
-    schedule = budget.start if isinstance(budget, TailController) else budget
+    schedule = budget.start if isinstance(budget, AdaptiveBudget) else budget
     if not isinstance(schedule, StepSchedule) or schedule.provenance is None:
         return []
     file = schedule_file(schedule.where)

@@ -21,6 +21,7 @@ import torch
 import yaml
 
 from sparrow.components.acceptance import AcceptanceTail
+from sparrow.components.budget import FixedBudget
 from sparrow.components.data import Example, PromptData
 from sparrow.components.distiller import Distiller
 from sparrow.components.kv_cache import DenseKVCache, SparseKVCache, check_runs
@@ -37,7 +38,7 @@ from sparrow.recipes.calibrate_measure import Sampler, Scorer, Trajectories, joi
 from sparrow.recipes.calibrate_results import Results, write_whole
 from sparrow.recipes.calibrate_surface import Measured
 from sparrow.recipes.distill_config import DistillConfig, adapter_folder, check, check_distiller, settings
-from sparrow.recipes.distill_report import Change, changes, draw_changes, table, write_changes
+from sparrow.recipes.distill_report import OWN_BUDGET, Change, changes, draw_changes, table, write_changes
 from sparrow.recipes.evaluate import encode_prompt, generate
 from sparrow.recipes.grpo_distill import DistillStep, engine_weights
 from sparrow.recipes.sparrow_sft import ensure_warmup
@@ -94,6 +95,8 @@ class SparrowDistill:
         self.caches: dict[int, SparseKVCache] = {
             budget: with_budget(cfg.kv_cache, fixed_budget(budget)).build() for budget in cfg.budgets
         }
+        if not isinstance(self.cache.budget, FixedBudget):
+            self.caches[OWN_BUDGET] = self.cache
         self.distiller: Distiller = cfg.distiller.build()
         check_distiller(self.distiller)
 
@@ -170,10 +173,10 @@ class SparrowDistill:
                     seconds = time.perf_counter() - started
                     print(f"P5 {when}  budget {budget}  {len(measured.alpha_N):,} tokens  {seconds:.0f}s", flush=True)
         distributed.barrier()
-        return {budget: self.results.load(when, budget) for budget in self.cfg.budgets}
+        return {budget: self.results.load(when, budget) for budget in self.caches}
 
     def _missing(self, when: str) -> list[int]:
-        missing = [budget for budget in self.cfg.budgets if not self.results.prompts(when, budget)]
+        missing = [budget for budget in self.caches if not self.results.prompts(when, budget)]
         return list(distributed.gather_objects(missing)[0])
 
     def _adapter(self, when: str) -> Any:

@@ -22,7 +22,6 @@ import yaml
 from sparrow.components.data import Example
 from sparrow.components.kv_cache import DenseKVCache, check_runs
 from sparrow.components.reward import Closes, CountsOutcomes, NamedReward, named_rewards
-from sparrow.components.tail_controller import TailController
 from sparrow.config import Component, to_yaml
 from sparrow.engine.engine import Engine
 from sparrow.errors import Interrupted
@@ -32,7 +31,7 @@ from sparrow.models.decoder_config import read_config
 from sparrow.models.identity import fingerprint
 from sparrow.models.merge import merge_adapter
 from sparrow.models.tokenizer import tokenizer_of_model
-from sparrow.protocols import KVCache
+from sparrow.protocols import AdaptiveBudget, KVCache
 from sparrow.recipes.eval_benchmark import Task, load_task, plan_lines
 from sparrow.recipes.eval_config import EvalConfig, Mode, check, check_windows, windows
 from sparrow.recipes.eval_progress import SampleProgress
@@ -105,7 +104,7 @@ class SparrowEval:
     def _schedule_notes(self) -> list[str]:
         """A schedule for another model, page or selector is refused; at which temperature to sample is open here."""
         cache = self.caches["sparse"]
-        budget = cache.budget.start if isinstance(cache.budget, TailController) else cache.budget
+        budget = cache.budget.start if isinstance(cache.budget, AdaptiveBudget) else cache.budget
         made_for: Any = getattr(budget, "provenance", None)
         if made_for is None:
             return cache.check(self.cfg.model, 1.0, "exact")
