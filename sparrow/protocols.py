@@ -101,7 +101,8 @@ class BudgetSchedule(Protocol):
 class AdaptiveBudget(Protocol):
     """A budget that moves with the acceptance tail it leads to, from the schedule `start` on."""
 
-    start: BudgetSchedule
+    @property
+    def start(self) -> BudgetSchedule: ...
 
     def observe(self, alpha_T: Tensor, cached_length_T: Tensor, tau: float) -> dict[str, float]:
         """Moves the budget by a step's tokens, after their last use of the old one; collective, returns metrics."""
