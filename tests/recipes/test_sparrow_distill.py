@@ -15,8 +15,8 @@ from sparrow.recipes.distill_report import OWN_BUDGET
 
 from .conftest import metrics
 
+K3 = ["distiller.loss={_component_: sparrow.components.distill_loss.SampledK3}", "distiller.teacher=before_step"]
 TOP_K = "distiller.loss={_component_: sparrow.components.distill_loss.TopKKL, top_k: 5}"
-FULL = "distiller.loss={_component_: sparrow.components.distill_loss.FullKL, direction: reverse}"
 
 
 def arguments(checkpoint: Path, folder: Path, *overrides: str) -> list[str]:
@@ -24,6 +24,7 @@ def arguments(checkpoint: Path, folder: Path, *overrides: str) -> list[str]:
         "warmup=null", "data.nodes=5", "data.hops=2", "steps=2", "held_out_prompts=8", "prompts_per_step=4",
         "engine.max_rows=16", "engine.kv_tokens=4096", "engine.max_new_tokens=36", "kv_cache.block_size=16",
         "kv_cache.budget.pages=4", "budgets=[4,6]", "acceptance.bin_width=16", "resamples=50", "distiller.rank=4",
+        "mode=teacher_forced",
     ]  # fmt: skip
     config = ["--config", "tiny_distill_offline", f"model={checkpoint}", f"output_dir={folder}"]
     return [*config, *small, *overrides]
@@ -37,7 +38,7 @@ def adapter(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "adapter" / "adapter_model.safetensors")
 
 
-@pytest.mark.parametrize("overrides", [[], [TOP_K, "mode=generate"], [FULL, "distiller.teacher=current"]])
+@pytest.mark.parametrize("overrides", [K3, [TOP_K, "mode=generate"], ["distiller.merge_in_engine=true"]])
 def test_before_and_after(checkpoint, tmp_path, capsys, overrides):
     own = "kv_cache.budget={_component_: sparrow.components.budget.StepSchedule, pages: [4, 5], bin_width: 16}"
     assert run(checkpoint, tmp_path, own, *overrides) == 0
