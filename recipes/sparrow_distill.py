@@ -138,7 +138,7 @@ class SparrowDistill:
         numbers = range(first, first + cfg.prompts_per_step)
         with self.distiller.rollout():
             batch = generate(self.engine, self.data, numbers, self._encode, cfg.num_samples, cfg.sampling)
-        self.engine.sync()
+            self.engine.sync()  # before the adapter is off, which may be merged
         rollout_seconds = time.perf_counter() - started
         metrics = self.distill(batch, self.cache, None)
         self.step += 1
