@@ -243,9 +243,10 @@ class LoRADistiller:
         return Teacher(scores.logprobs_N, scores.top_ids_NK, scores.top_logprobs_NK)
 
     def _set_rate(self, base_rate: float | None) -> float:
+        rate = self.learning_rate
         if self.rate_factor is not None:
             assert base_rate is not None, "a recipe without a base rate refuses the factor"
-        rate = self.learning_rate if self.rate_factor is None else self.rate_factor * base_rate
+            rate = self.rate_factor * base_rate
         assert rate is not None
         for group in self.optimizer.param_groups:
             group["lr"] = rate
