@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 import textwrap
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sparrow.components.code_tests import CodeTests, passes, read_tests
+from sparrow.components.code_tests import CodeTests, is_empty, passes, read_tests
 from sparrow.errors import UserError
 from sparrow.sandbox import Sandbox, SandboxError
 
@@ -31,7 +32,7 @@ class _Verdict:
 
 
 class CodeReward:
-    """Runs the program of each response against the example's tests (column `tests`; None: not applicable).
+    """Runs the program of each response against the example's tests (column `tests`; None, or no column: not applicable).
 
     Outcomes, in `counts` after each call: "passed" (every test), "failed" (a wrong output, an exception, too much
     memory or output), "timeout" (as failed, because of the time), "no_answer" (no program in the response), and
@@ -39,8 +40,10 @@ class CodeReward:
 
     Args:
         mode: "all": 1.0 if every test passes, else 0.0, and the first failure ends it; "fraction": the share of tests
-            that pass.
+            that pass, of those with an empty expected output counting only the failed ones.
         timeout: seconds of the clock for each test.
+        total_timeout: of the clock for all tests of a program together; None: 4 · timeout. A test begins only where a
+            whole `timeout` is left of it, and the others are taken for timed out.
         memory_mb: of a program, see `sparrow.sandbox.limits`.
         max_tests: of an example that has more, so many are run, evenly spaced from the first to the last; None runs
             all.
@@ -55,6 +58,7 @@ class CodeReward:
         self,
         mode: Literal["all", "fraction"] = "all",
         timeout: float = 6.0,
+        total_timeout: float | None = None,
         memory_mb: int = 1024,
         max_tests: int | None = 32,
         workers: int = 4,
@@ -64,16 +68,17 @@ class CodeReward:
             raise UserError(f"mode must be 'all' or 'fraction', got {mode!r}")
         if max_tests is not None and max_tests < 1:
             raise UserError(f"max_tests must be at least 1, got {max_tests}")
+        total_timeout = 4 * timeout if total_timeout is None else total_timeout
+        if not total_timeout >= timeout:
+            raise UserError(f"total_timeout must be at least timeout, {timeout:g}, got {total_timeout:g}")
         self.name, self.weight = "code", weight
         self.counts: dict[str, int] = dict.fromkeys(OUTCOMES, 0)
         self._mode, self._max_tests = mode, max_tests
+        self._latest_start = total_timeout - timeout
         self._sandbox = Sandbox(timeout=timeout, memory_mb=memory_mb, workers=workers)
 
     def __call__(self, completions: list[str], /, **columns: list[Any]) -> list[float | None]:
-        """Raises: UserError: there is no column `tests`."""
-        if "tests" not in columns:
-            raise UserError(f"code reward: the data has no column 'tests'; there are {', '.join(columns) or 'none'}")
-        rows = list(zip(completions, columns["tests"], strict=True))
+        rows = list(zip(completions, columns.get("tests", [None] * len(completions)), strict=True))
         verdicts = iter(self._sandbox.map(self._judge, [row for row in rows if row[1] is not None]))
         self.counts = dict.fromkeys(OUTCOMES, 0)
         rewards: list[float | None] = []
@@ -86,9 +91,8 @@ class CodeReward:
 
     def problems(self, columns: dict[str, list[Any]]) -> list[str | None]:
         """Per example why its tests cannot be used; None too where it has none."""
-        if "tests" not in columns:
-            raise UserError(f"code reward: the data has no column 'tests'; there are {', '.join(columns) or 'none'}")
-        return [None if tests is None else _problem(tests) for tests in columns["tests"]]
+        count = max(map(len, columns.values()), default=0)
+        return [None if tests is None else _problem(tests) for tests in columns.get("tests", [None] * count)]
 
     def close(self) -> None:
         self._sandbox.close()
@@ -108,18 +112,26 @@ class CodeReward:
             return _Verdict("error", None)
 
     def _test(self, program: str, tests: CodeTests) -> _Verdict:
-        passed, timeouts = 0, 0
+        passed, passed_by_nothing, timeouts, spent = 0, 0, 0, 0.0
         for input_, output in zip(tests.inputs, tests.outputs, strict=True):
+            if spent > self._latest_start:
+                timeouts += 1
+                break
+            start = time.monotonic()
             given = self._run(program, tests.entry_point, input_)
+            spent += time.monotonic() - start
             if passes(given, output, tests.tolerance):
                 passed += 1
+                passed_by_nothing += is_empty(output)
                 continue
             timeouts += getattr(given, "status", None) == "timeout"
             if self._mode == "all" or timeouts == _TIMEOUTS:
                 break
         complete = passed == len(tests.inputs)
         outcome: Outcome = "passed" if complete else "timeout" if timeouts else "failed"
-        return _Verdict(outcome, float(complete) if self._mode == "all" else passed / len(tests.inputs))
+        if complete or self._mode == "all":
+            return _Verdict(outcome, float(complete))
+        return _Verdict(outcome, (passed - passed_by_nothing) / (len(tests.inputs) - passed_by_nothing))
 
     def _run(self, program: str, entry_point: str | None, input_: Any) -> Any:
         if entry_point is None:

@@ -8,6 +8,7 @@ JSON, with the forms of `sparrow.sandbox.inside.values` for what JSON lacks.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 from sparrow.sandbox import Failure, ProgramRun
 from sparrow.sandbox.inside.values import decode
 
+# As programs print numbers: float() would read 1_0, other scripts' digits and nan, too.
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _KEYS = ("style", "inputs", "outputs", "entry_point", "tolerance")
 
 
@@ -35,11 +38,16 @@ class CodeTests:
     tolerance: float
 
     def spread(self, count: int | None) -> CodeTests:
-        """At most `count` of them, evenly spaced; the first and the last among them where there are two or more."""
+        """At most `count` of them, evenly spaced; the first and the last among them where there are two or more.
+
+        Where all of these expect nothing, one that expects something takes the place of the last.
+        """
         if count is None or len(self.inputs) <= count:
             return self
         last = len(self.inputs) - 1
         chosen = [round(index * last / max(count - 1, 1)) for index in range(count)]
+        if all(is_empty(self.outputs[index]) for index in chosen):
+            chosen[-1] = next(index for index, output in enumerate(self.outputs) if not is_empty(output))
         inputs, outputs = ([values[index] for index in chosen] for values in (self.inputs, self.outputs))
         return CodeTests(inputs, outputs, self.entry_point, self.tolerance)
 
@@ -69,9 +77,14 @@ def read_tests(column: Any) -> CodeTests:
         if not all(isinstance(arguments, list) for arguments in inputs):
             raise ValueError("tests.inputs must be lists of arguments in the style 'call'")
         inputs, outputs = ([_decoded(value) for value in values] for values in (inputs, outputs))
-    if all(output is None or (isinstance(output, str) and not output.strip()) for output in outputs):
+    if all(is_empty(output) for output in outputs):
         raise ValueError("every expected output is empty, so that a program that does nothing would pass")
     return CodeTests(inputs, outputs, entry_point, float(tolerance))
+
+
+def is_empty(output: Any) -> bool:
+    """Whether a program that does nothing has that output."""
+    return output is None or (isinstance(output, str) and not output.strip())
 
 
 def passes(given: Any, expected: Any, tolerance: float) -> bool:
@@ -79,7 +92,7 @@ def passes(given: Any, expected: Any, tolerance: float) -> bool:
 
     Text: its words, split at any whitespace, are the same. Values: equal as Python has it (True == 1 == 1.0), but for
     lists and tuples, which are the same, and nan, which equals itself. With a tolerance numbers are the same where
-    they differ by at most tolerance · max(1, |expected|).
+    they differ by at most tolerance · max(1, |expected|); of words only plain decimal numbers are numbers.
     """
     if isinstance(given, Failure):
         return False
@@ -102,10 +115,7 @@ def _same_text(given: str, expected: str, tolerance: float) -> bool:
 
 
 def _number(word: str) -> float:
-    try:
-        return float(word)
-    except ValueError:
-        return math.nan
+    return float(word) if _NUMBER.fullmatch(word) else math.nan
 
 
 def _close(given: float, expected: float, tolerance: float) -> bool:

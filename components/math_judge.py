@@ -53,13 +53,14 @@ def by_mathematics(answer: str, gold: str) -> bool:
             return answer.replace(" ", "") == gold.replace(" ", "")
         same = verify(theirs, ours, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
         return bool(same) and _close(ours, theirs)
-    except (RecursionError, OverflowError, ZeroDivisionError):
-        return False
-    except ValueError as error:
-        # Not a number, or more digits than Python prints: the answer's doing, since the gold one was checked.
-        if "nan or zoo" in str(error) or "integer string conversion" in str(error):
-            return False
+    except MemoryError:
         raise
+    except Exception:
+        # The answer's doing, unless the gold one fails by itself: no text may buy that it is not scored.
+        if answer == gold:
+            raise
+        by_mathematics(gold, gold)
+        return False
 
 
 def _close(ours: Any, theirs: Any) -> bool:

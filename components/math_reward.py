@@ -29,7 +29,7 @@ _WARM_UP = [
 class MathReward:
     """Compares the answer of each response with the data set's column `answer`, by math-verify, in killable workers.
 
-    `answer` is text (LaTeX or plain), a number, or a list of acceptable ones. How the answer of a response is found,
+    `answer` is text (LaTeX or plain), a number, or a list of acceptable ones; None, or no column: not applicable. How the answer of a response is found,
     and what counts as equal, is in docs/tasks.md. An answer that hangs its verifier, or takes its memory, scores 0.0
     and is counted; one that the verifier fails on scores None and is counted.
 
@@ -65,13 +65,18 @@ class MathReward:
     def __call__(self, completions: list[str], /, **columns: list[Any]) -> list[float | None]:
         """Raises UserError for a gold answer that is no text, number or list of these."""
         found = _found(completions, columns)
-        golds = [acceptable(gold, f"at index {index} ") for index, gold in enumerate(_column(columns))]
-        kinds: list[str] = ["no_answer"] * len(completions)
+        golds = [
+            None if gold is None else acceptable(gold, f"at index {index} ")
+            for index, gold in enumerate(_column(columns, len(completions)))
+        ]
+        kinds: list[str | None] = [None if accepted is None else "no_answer" for accepted in golds]
         open_ones: dict[str, list[int]] = {}
         for index, (answer, accepted) in enumerate(zip(found, golds, strict=True)):
-            if answer is not None and (quick := _quick(answer, accepted)) is not None:
+            if answer is None or accepted is None:
+                continue
+            if (quick := _quick(answer, accepted)) is not None:
                 kinds[index] = quick
-            elif answer is not None:
+            else:
                 # The samples of a prompt often agree, and then are judged once.
                 open_ones.setdefault(json.dumps([answer, accepted]), []).append(index)
         outcomes = self._pool.map([["verdict", *json.loads(pair)] for pair in open_ones])
@@ -79,16 +84,19 @@ class MathReward:
             for index in indices:
                 kinds[index] = _kind(outcome)
         self.counts = {name: kinds.count(name) for name in COUNTS}
-        return [None if kind == "error" else float(kind == "correct") for kind in kinds]
+        return [None if kind in (None, "error") else float(kind == "correct") for kind in kinds]
 
     def problems(self, columns: dict[str, list[Any]]) -> list[str | None]:
-        """Per example why its gold answer cannot be used: no answer at all, cannot be parsed, does not equal itself."""
+        """Per example why its gold answer cannot be used: is empty, cannot be parsed, does not equal itself.
+
+        None too where there is no gold answer, which is for another reward.
+        """
         reasons: list[str | None] = []
         items: dict[str, None] = {}
         accepted_each: list[list[str]] = []
-        for gold in _column(columns):
+        for gold in _column(columns, max(map(len, columns.values()), default=0)):
             try:
-                accepted, reason = acceptable(gold, ""), None
+                accepted, reason = [] if gold is None else acceptable(gold, ""), None
             except UserError as error:
                 accepted, reason = [], str(error)
             reasons.append(reason)
@@ -132,10 +140,9 @@ def acceptable(gold: Any, where: str) -> list[str]:
     raise UserError(f"answer {where}must be text, a number or a list of these, not {shown}")
 
 
-def _column(columns: dict[str, list[Any]]) -> list[Any]:
-    if "answer" not in columns:
-        raise UserError(f"MathReward: no column 'answer' in the data; there are {', '.join(sorted(columns)) or 'none'}")
-    return columns["answer"]
+def _column(columns: dict[str, list[Any]], count: int) -> list[Any]:
+    """A set of data without gold answers may stand beside one that has them."""
+    return columns.get("answer", [None] * count)
 
 
 def _found(completions: list[str], columns: dict[str, list[Any]]) -> list[str | None]:

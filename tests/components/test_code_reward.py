@@ -10,6 +10,7 @@ import pytest
 
 from sparrow.components.code_reward import CodeReward, extract_program
 from sparrow.components.code_tests import passes, read_tests
+from sparrow.components.math_reward import MathReward
 from sparrow.errors import UserError
 from sparrow.sandbox import Failure, ProgramRun
 
@@ -67,14 +68,46 @@ def test_time_outs_score_nothing_and_are_counted() -> None:
 def test_unusable_tests_are_an_error_and_no_reward(reward: CodeReward) -> None:
     assert reward([fenced(READS)], tests=[{}]) == [None]
     assert reward.counts["error"] == 1
-    with pytest.raises(UserError, match="no column 'tests'; there are answer"):
-        reward(["x"], answer=["y"])
 
 
 def test_examples_without_tests_are_not_applicable(reward: CodeReward) -> None:
     assert reward([fenced(READS), fenced(READS), "x"], tests=[None, SUM, None]) == [None, 1.0, None]
     assert sum(reward.counts.values()) == reward.counts["passed"] == 1
     assert reward.problems({"tests": [None, {}]})[0] is None
+    assert reward([fenced(READS)], answer=["y"]) == [None]
+    assert set(reward.counts.values()) == {0}
+    assert reward.problems({"answer": ["y", "z"]}) == [None, None]
+
+
+def test_a_batch_of_mathematics_and_code(reward: CodeReward) -> None:
+    mathematics = MathReward(workers=1)
+    completions = [fenced(READS), r"\boxed{2}", fenced("print(3)"), r"\boxed{3}"]
+    columns: dict[str, list[Any]] = {"tests": [SUM, None, SUM, None], "answer": [None, "2", None, "2"]}
+    try:
+        assert reward.problems(columns) == mathematics.problems(columns) == [None] * 4
+        assert reward(completions, **columns) == [1.0, None, 0.0, None]
+        assert mathematics(completions, **columns) == [None, 1.0, None, 0.0]
+        assert mathematics.counts["error"] == reward.counts["error"] == 0
+    finally:
+        mathematics.close()
+
+
+def test_tests_that_expect_nothing_give_no_share(fraction: CodeReward) -> None:
+    tests = {"style": "stdin", "inputs": ["a", "b", "c"], "outputs": ["", "", "x"]}
+    says_x = "print('x')"
+    right = "if input() == 'c': print('x')"
+    assert fraction([fenced("pass"), fenced(says_x), fenced(right)], tests=[tests] * 3) == [0.0, 1 / 3, 1.0]
+
+
+def test_all_tests_of_a_program_share_a_budget() -> None:
+    hasty = CodeReward(mode="fraction", timeout=30, total_timeout=31.5, memory_mb=256, workers=1)
+    try:
+        tests = {"style": "stdin", "inputs": ["1"] * 6, "outputs": ["1"] * 6}
+        slow = "import time\ntime.sleep(1.6)\nprint(1)"  # each far below its own limit
+        assert hasty([fenced(slow)], tests=[tests]) == [1 / 6]
+        assert hasty.counts["timeout"] == 1
+    finally:
+        hasty.close()
 
 
 def test_no_completions(reward: CodeReward) -> None:
@@ -232,6 +265,10 @@ def run(stdout: str, status: Any = "exited") -> ProgramRun:
         (run("1.0"), "1", 1e-6, True),
         (run("1000001"), "1000000", 1e-5, True),
         (run("nan"), "1", 1e9, False),
+        (run("1_0"), "10.0", 1e-6, False),
+        (run("٣"), "3", 1e-6, False),
+        (run("+.5e1 -5. 1E-07"), "5 -5 1e-7", 1e-6, True),
+        (run("infinity"), "inf", 1e-6, False),
         (run("inf"), "1e400", 1e-6, False),
         (run("1_0"), "10", 0, False),
         (run("x"), "X", 1e-6, False),
@@ -304,6 +341,12 @@ def test_spread_takes_first_and_last(count: int, last: int) -> None:
     assert inputs[0] == "0" and (count == 1 or inputs[-1] == str(last))
 
 
+def test_spread_keeps_a_test_that_expects_something() -> None:
+    tests = read_tests({"style": "stdin", "inputs": list("abcd"), "outputs": ["", "", "x", ""]})
+    assert tests.spread(2).outputs == ["", "x"]
+    assert tests.spread(1).inputs == ["c"]
+
+
 def test_max_tests_bounds_the_runs() -> None:
     first_only = CodeReward(timeout=60, memory_mb=256, max_tests=1, workers=1)
     try:
@@ -312,7 +355,9 @@ def test_max_tests_bounds_the_runs() -> None:
         first_only.close()
 
 
-@pytest.mark.parametrize("argument", [{"mode": "some"}, {"max_tests": 0}, {"timeout": -1}, {"workers": 0}])
+@pytest.mark.parametrize(
+    "argument", [{"mode": "some"}, {"max_tests": 0}, {"timeout": -1}, {"workers": 0}, {"total_timeout": 5}]
+)
 def test_arguments_out_of_range(argument: dict[str, Any]) -> None:
     with pytest.raises(UserError):
         CodeReward(**argument)
