@@ -32,7 +32,7 @@ class _Verdict:
 
 
 class CodeReward:
-    """Runs the program of each response against the example's tests (column `tests`; None, or no column: not applicable).
+    """Runs the program of each response against the example's tests (`tests`; None, or no such column: not applicable).
 
     Outcomes, in `counts` after each call: "passed" (every test), "failed" (a wrong output, an exception, too much
     memory or output), "timeout" (as failed, because of the time), "no_answer" (no program in the response), and

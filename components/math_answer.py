@@ -192,8 +192,11 @@ def _improper(match: re.Match[str]) -> str:
 
 def too_much(answer: str) -> bool:
     """Longer or deeper than any answer worth reading."""
+    if len(answer) > MAX_ANSWER_CHARS:
+        return True
+    text = unicodedata.normalize("NFKC", answer)  # one sign may be 18, and a full-width bracket is one
     depth = deepest = 0
-    for character in answer[: MAX_ANSWER_CHARS + 1]:
+    for character in text:
         depth += (character in "{([") - (character in "})]")
         deepest = max(deepest, depth)
-    return len(answer) > MAX_ANSWER_CHARS or deepest > MAX_NESTING
+    return len(text) > MAX_ANSWER_CHARS or deepest > MAX_NESTING

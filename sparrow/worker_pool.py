@@ -87,6 +87,7 @@ class WorkerPool:
                 raise UserError(f"{name} must be positive, got {value}")
         self._function, self._memory_mb, self._recycle, self._warm_up = function, memory_mb, recycle, list(warm_up)
         self._workers, self._timeout, self._budget = workers, timeout, budget
+        self._owner = os.getpid()
         self._lock = threading.Lock()
         self._template: Template | None = None
         self._idle: list[Worker] = []
@@ -96,12 +97,17 @@ class WorkerPool:
 
         Raises:
             WorkersLostError: no process can be started, or the one that forks the workers ended several times.
+            RuntimeError: in a fork of the process that made the pool, where both would talk to the same workers.
         """
+        if os.getpid() != self._owner:
+            raise RuntimeError(f"this pool is process {self._owner}'s; make another one after a fork")
         with self._lock:
             return _Call(self, items).run() if items else []
 
     def close(self) -> None:
-        """Ends the processes; the next `map` starts others."""
+        """Ends the processes; the next `map` starts others. Nothing in a fork, which has none."""
+        if os.getpid() != self._owner:
+            return
         with self._lock:
             self._drop()
 

@@ -224,3 +224,19 @@ def test_an_interrupt_while_a_worker_is_forked_leaves_nothing_for_the_next_call(
 
 def _interrupted(self: Template) -> int:
     raise KeyboardInterrupt
+
+
+def test_a_pool_is_of_no_use_in_a_fork(pool: WorkerPool) -> None:
+    item = ["echo", 1]
+    before = pool.map([item])
+    child = os.fork()
+    if child == 0:
+        try:
+            pool.close()
+            pool.map([item])
+        except RuntimeError as error:
+            os._exit(0 if "after a fork" in str(error) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert pool.map([item]) == before

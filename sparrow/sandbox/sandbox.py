@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -98,6 +98,7 @@ class Sandbox:
         self.limits = Limits(timeout, memory_mb, disk_mb, files, processes, output_mb)
         self._new = lambda: Worker(self.limits, binds, python_path, preload)
         self._closed = False
+        self._owner = os.getpid()
         self._workers: queue.LifoQueue[Worker | None] = queue.LifoQueue()
         for _ in range(workers - 1):
             self._workers.put(None)  # started when it is needed
@@ -179,13 +180,25 @@ class Sandbox:
         ]  # fmt: skip
 
     def close(self) -> None:
-        """Ends all processes; the sandbox cannot be used any more."""
+        """Ends all processes, those at work after their run; the sandbox cannot be used any more.
+
+        Nothing in a fork of the process that made it.
+        """
+        if os.getpid() != self._owner:
+            return
         self._closed = True
         self._threads.shutdown()
-        while not self._workers.empty():
-            worker = self._workers.get()
+        self._end_idle()
+
+    def _end_idle(self) -> None:
+        idle: list[Worker | None] = []
+        with suppress(queue.Empty):
+            while True:
+                idle.append(self._workers.get_nowait())
+        for worker in idle:
             if worker is not None:
                 worker.close()
+            self._workers.put(None)  # for whoever waits for one, to find the sandbox closed
 
     def _run(self, job: dict[str, Any], stdin: bytes) -> Ending:
         files: list[int] = []
@@ -224,11 +237,13 @@ class Sandbox:
     @contextmanager
     def _worker(self) -> Iterator[Worker]:
         """One that is free, or a new one; None takes the place of one that did not survive."""
-        if self._closed:
-            raise RuntimeError("this sandbox was closed")  # else it would wait for ever for a worker
+        if os.getpid() != self._owner:
+            raise RuntimeError(f"this sandbox is process {self._owner}'s; make another one after a fork")
         worker = self._workers.get()
         kept: Worker | None = None
         try:
+            if self._closed:
+                raise RuntimeError("this sandbox was closed")
             worker = worker or self._new()
             yield worker
             kept = worker
@@ -236,6 +251,8 @@ class Sandbox:
             if kept is None and worker is not None:
                 worker.close()
             self._workers.put(kept)
+            if self._closed:
+                self._end_idle()
 
 
 def _started(new: Callable[[], Worker]) -> Worker:

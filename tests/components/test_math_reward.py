@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparrow.components.math_answer import MAX_ANSWER_CHARS, find_answer, tidy
+from sparrow.components.math_answer import MAX_ANSWER_CHARS, find_answer, tidy, too_much
 from sparrow.components.math_reward import COUNTS, MathReward
 from sparrow.components.math_rules import by_numbers
 from sparrow.errors import UserError
@@ -178,6 +178,12 @@ def test_only_the_end_of_a_response_and_a_short_answer_are_read(reward: MathRewa
     long_sum = "+".join(["1"] * MAX_ANSWER_CHARS)
     assert reward([rf"\boxed{{{long_sum}}}"], answer=[str(MAX_ANSWER_CHARS)]) == [0.0]
     assert reward.counts["wrong"] == 1
+
+
+def test_length_and_depth_are_those_after_unicode_is_normalised() -> None:
+    assert too_much("\ufdfa" * 100) and not too_much("\ufdfa" * 10)
+    assert too_much("（" * 50 + "1" + "）" * 50)
+    assert not too_much("１" * MAX_ANSWER_CHARS)
 
 
 _INTEGERS = st.integers(-(10**6), 10**6)

@@ -456,6 +456,58 @@ def test_close_ends_all_processes() -> None:
         sandbox.run_program("print(1)")
 
 
+def test_a_program_at_work_ends_before_its_worker_at_close() -> None:
+    before = set(_descendants(os.getpid()))
+    sandbox = Sandbox(timeout=30, workers=1)
+    printed: list[str] = []
+    refused: list[RuntimeError] = []
+
+    def waits() -> None:
+        try:
+            sandbox.run_program("")
+        except RuntimeError as error:
+            refused.append(error)
+
+    program = "import time; time.sleep(1); print('done')"
+    at_work = threading.Thread(target=lambda: printed.append(sandbox.run_program(program).stdout))
+    at_work.start()
+    time.sleep(0.3)
+    waiting = threading.Thread(target=waits)
+    waiting.start()
+    time.sleep(0.1)
+    sandbox.close()
+    for thread in (at_work, waiting):
+        thread.join(20)
+        assert not thread.is_alive()
+    assert printed == ["done\n"] and len(refused) == 1
+    assert not set(_descendants(os.getpid())) - before
+
+
+def test_a_sandbox_is_of_no_use_in_a_fork(sandbox: Sandbox) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            sandbox.close()
+            sandbox.run_program("")
+        except RuntimeError as error:
+            os._exit(0 if "after a fork" in str(error) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert sandbox.run_program("print(1)").stdout == "1\n"
+
+
+def test_programs_neither_lock_nor_watch_nor_flush_files(sandbox: Sandbox) -> None:
+    program = textwrap.dedent("""
+        import ctypes, errno, fcntl, os
+        libc = ctypes.CDLL(None, use_errno=True)
+        for name, argument in (("flock", 0), ("syncfs", 0), ("inotify_init1", 0), ("inotify_init", 0)):
+            print(name, getattr(libc, name)(argument, 1), errno.errorcode[ctypes.get_errno()])
+    """)
+    names = ("flock", "syncfs", "inotify_init1", "inotify_init")
+    assert sandbox.run_program(program).stdout == "".join(f"{name} -1 EPERM\n" for name in names)
+
+
 def test_refusal_names_step_and_setting(tmp_path: Path) -> None:
     """In a user namespace that allows no more of them, which is what such a kernel setting does."""
     program = textwrap.dedent("""
