@@ -140,6 +140,22 @@ _TIDY: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(r"(?<=[0-9])\s*(?:\\text ?\{)?\s*(hundred|thousand|million|billion)\s*\}?(?![A-Za-z])"), _power_of_ten),
     (re.compile(r"\s+"), " "),
 ]
+# A trigonometric function of degrees; degrees by themselves are plain numbers with a unit.
+_TRIG_OF_DEGREES = re.compile(
+    r"(\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z]) ?(?:\^ ?\{?[0-9]\}? ?)?)"
+    r"(?:\( ?([0-9]{1,9}(?:\.[0-9]{1,9})?) ?\^\\circ ?\)|\{? ?([0-9]{1,9}(?:\.[0-9]{1,9})?) ?\^\\circ ?\}?)"
+)
+_REPEATING = re.compile(
+    r"(?<![0-9.])([0-9]{0,9})\.([0-9]{0,9})\\(?:overline|bar|dot) ?(?:\{([0-9]{1,9})\}|([0-9]))(?![0-9]|\\dot)"
+)
+_CHOOSE = [
+    re.compile(
+        r"(?:\\text ?\{ ?C ?\}|(?<![A-Za-z\\])C) ?_ ?(?:\{([0-9]{1,4})\}|([0-9])) ?\^ ?(?:\{([0-9]{1,4})\}|([0-9]))"
+    ),
+    re.compile(r"(?:\{\} ?|(?<![0-9A-Za-z}]))_ ?(?:\{([0-9]{1,4})\}|([0-9])) ?C ?_ ?(?:\{([0-9]{1,4})\}|([0-9]))"),
+]
+_SET_OF_ALL = re.compile(r"\\\{ ?[a-z] ?(?:\\in ?(?:\\mathbb ?\{R\}|R) ?)?(?:\||\\mid(?![A-Za-z])|:)(.*)\\\}")
+_DOLLARS = re.compile(r"\s*\\?\$\s?([0-9][0-9,.{}]*?)[.,;]?\s*")
 _GROUPED = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?(?![0-9,])")
 _MIXED = re.compile(r"(?<![0-9.}/^_])(-?)([0-9]+) ?\\frac ?(?:\{([0-9]+)\}\{([0-9]+)\}|([0-9])([0-9])(?![0-9]))")
 _MIXED_PLAIN = re.compile(r"(-?)([0-9]+) ([0-9]+)/([0-9]+)")
@@ -149,6 +165,8 @@ _MIXED_PLAIN = re.compile(r"(-?)([0-9]+) ([0-9]+)/([0-9]+)")
 def tidy(answer: str) -> str:
     """One spelling for what is written in many: Unicode, spacing, dollars, fonts, thousands, e-notation, mixed."""
     text = _ascii(answer)
+    if dollars := _DOLLARS.fullmatch(text):
+        text = rf"{dollars[1]}\text{{ dollars}}"
     for pattern, replacement in _TIDY:
         text = pattern.sub(replacement, text)
     text = text.strip()
@@ -158,6 +176,12 @@ def tidy(answer: str) -> str:
         text = text[1:-1].strip()
     if _GROUPED.match(text):  # 1,234 is a number; (1,234) and 1, 234 are two
         text = _GROUPED.sub(lambda match: match[0].replace(",", ""), text, count=1)
+    text = _REPEATING.sub(_repeating, text)
+    text = _TRIG_OF_DEGREES.sub(lambda match: rf"{match[1]}(\frac{{{match[2] or match[3]}\pi}}{{180}})", text)
+    for pattern in _CHOOSE:
+        text = pattern.sub(_binomial, text)
+    if members := _SET_OF_ALL.fullmatch(text):
+        text = members[1].strip()
     text = _MIXED.sub(_improper, text)
     plain = _MIXED_PLAIN.fullmatch(text)
     return _improper(plain) if plain else text
@@ -180,6 +204,17 @@ def _closes_at_end(text: str) -> bool:
         if depth == 0:
             return position == len(text) - 1
     return False
+
+
+def _repeating(match: re.Match[str]) -> str:
+    before, repeated = match[1] + match[2], match[3] or match[4]
+    numerator = int(before + repeated) - int(before or "0")
+    return rf"\frac{{{numerator}}}{{{10 ** len(match[2]) * (10 ** len(repeated) - 1)}}}"
+
+
+def _binomial(match: re.Match[str]) -> str:
+    of, chosen = match[1] or match[2], match[3] or match[4]
+    return rf"\binom{{{of}}}{{{chosen}}}"
 
 
 def _improper(match: re.Match[str]) -> str:

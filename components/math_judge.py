@@ -15,8 +15,11 @@ import sympy
 from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
 from math_verify import verify
 from math_verify.grader import get_pct_val, should_treat_as_complex
+from sympy.core.relational import Relational
+from sympy.logic.boolalg import And
 
 from sparrow.components.math_answer import tidy, too_much
+from sparrow.components.math_lists import Listing, listing, signed
 from sparrow.components.math_rules import plain_integer, quick_verdict
 from sparrow.components.math_words import base_digits, choice, clock, split_unit, strip_words, word_key
 
@@ -26,6 +29,8 @@ logging.disable(logging.CRITICAL)  # math-verify warns that its own time-outs ar
 _NORMALIZE = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
 # What six decimals of a number around 1 give; relative, so that 1e-9 is not 0.
 RELATIVE_ERROR = 2e-6
+# Of what stands behind an \approx.
+ROUNDING_ERROR = 1e-2
 
 
 def judge(item: list[Any]) -> Any:
@@ -48,11 +53,7 @@ def equivalent(gold: str, answer: str) -> bool:
 def by_mathematics(answer: str, gold: str) -> bool:
     """Of tidied values without units."""
     try:
-        ours, theirs = parse(answer), parse(gold)
-        if ours is None or theirs is None:
-            return answer.replace(" ", "") == gold.replace(" ", "")
-        same = verify(theirs, ours, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
-        return bool(same) and _close(ours, theirs)
+        return _same(answer, gold)
     except MemoryError:
         raise
     except Exception:
@@ -61,6 +62,64 @@ def by_mathematics(answer: str, gold: str) -> bool:
             raise
         by_mathematics(gold, gold)
         return False
+
+
+def _same(answer: str, gold: str) -> bool:
+    ours, theirs = listing(answer), listing(gold)
+    kinds = {ours.kind, theirs.kind}
+    if kinds == {"set", "ordered"}:
+        return False
+    if "ordered" in kinds and "one" not in kinds:
+        brackets = {ours.brackets, theirs.brackets}
+        fits = len(brackets) == 1 or ("list" in kinds and brackets & {"()", "[]"})
+        return bool(fits) and len(ours.parts) == len(theirs.parts) and all(map(_same, ours.parts, theirs.parts))
+    if not _verified(answer, gold):
+        return False
+    return "list" not in kinds or "set" in kinds or _as_often(ours, theirs)
+
+
+def _verified(answer: str, gold: str) -> bool:
+    if not (_stands_for_one(answer) and _stands_for_one(gold)):
+        return False
+    ours, theirs = parse(answer), parse(gold)
+    if ours is None or theirs is None:
+        return answer.replace(" ", "") == gold.replace(" ", "")
+    ours, theirs = _solved(ours, theirs, answer), _solved(theirs, ours, gold)
+    same = verify(theirs, ours, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
+    return bool(same) and _close(ours, theirs)
+
+
+def _stands_for_one(tidied: str) -> bool:
+    """Not so where a number is said to be about another one, and is not."""
+    if r"\approx" not in tidied:
+        return True
+    sides = [parse(side) for side in re.split(r"\\approx|=", tidied)]
+    first, *others = [complex(side.doit().evalf()) for side in sides if getattr(side, "is_number", False)] or [0j]
+    return all(abs(first - other) <= ROUNDING_ERROR * max(abs(first), abs(other)) for other in others)
+
+
+def _solved(found: Any, other: Any, tidied: str) -> Any:
+    """Inequalities joined by "or" as a set of numbers, where there is one to compare with."""
+    if not (isinstance(found, sympy.FiniteSet) and isinstance(other, sympy.Union | sympy.Interval)):
+        return found
+    joined = len(listing(tidied).parts) > 1 and not re.search(r"[,;]|\band\b", tidied)
+    solvable = all(isinstance(each, Relational | And) for each in found.args) and len(found.free_symbols) == 1
+    return sympy.Union(*(each.as_set() for each in found.args)) if joined and solvable else found
+
+
+def _as_often(ours: Listing, theirs: Listing) -> bool:
+    """Sets forget how often a part is listed."""
+    here, there = signed(ours.parts), signed(theirs.parts)
+    if here is None or there is None or any(len(side) == 1 and _is_set(*side) for side in (here, there)):
+        return True
+    return len(here) == len(there) and all(
+        sum(_verified(part, other) for other in here) == sum(_verified(part, other) for other in there)
+        for part in (here if len(set(here)) < len(here) or len(set(there)) < len(there) else ())
+    )
+
+
+def _is_set(tidied: str) -> bool:
+    return isinstance(parse(tidied), sympy.Set)
 
 
 def _close(ours: Any, theirs: Any) -> bool:
@@ -87,6 +146,8 @@ def parse(tidied: str) -> Any:
             found = latex2sympy(attempt, is_real=not should_treat_as_complex(attempt), convert_degrees=False)
         except Exception:  # the parser raises anything on junk
             continue
+        if r"\in " in latex and isinstance(found, sympy.Eq) and not isinstance(found.rhs, sympy.Set | sympy.Tuple):
+            return None  # of a number nothing is a member
         return _with_imaginary_unit(found)
     return None
 

@@ -30,8 +30,8 @@ class MathReward:
     """Compares the answer of each response with the data set's column `answer`, by math-verify, in killable workers.
 
     `answer` is text (LaTeX or plain), a number, or a list of acceptable ones; None, or no such column: not applicable.
-    How the answer of a response is found, and what counts as equal, is in docs/tasks.md. An answer that hangs its verifier, or takes its memory, scores 0.0
-    and is counted; one that the verifier fails on scores None and is counted.
+    How the answer of a response is found, and what counts as equal, is in docs/tasks.md. An answer that hangs its
+    verifier, or takes its memory, scores 0.0 and is counted; one that the verifier fails on scores None and is counted.
 
     Args:
         weight: factor in the sum of rewards.

@@ -9,7 +9,7 @@ import re
 from fractions import Fraction
 
 from sparrow.components.math_answer import tidy
-from sparrow.components.math_words import base_digits, choice, clock, split_unit, word_key
+from sparrow.components.math_words import base_digits, choice, clock, is_time, split_unit, word_key
 
 _RATIONAL = re.compile(
     r"(?P<sign>[+-]?) ?(?:(?P<decimal>[0-9]{0,15}\.[0-9]{1,15})"
@@ -56,14 +56,18 @@ def _by_clock(answer: str, gold: str) -> bool | None:
     ours, theirs = clock(answer), clock(gold)
     if ours is None or theirs is None:
         return None
+    if not is_time(answer) and not is_time(gold):
+        a, b = ours[0], theirs[0]
+        return len(a) == len(b) and any(a) == any(b) and all(x * b[0] == y * a[0] for x, y in zip(a, b, strict=True))
     return ours[0] == theirs[0] and (ours[1] == theirs[1] or not ours[1] or not theirs[1])
 
 
 def _by_base(answer: str, gold: str) -> bool | None:
+    """An answer may leave out the base that the gold one has, and not the other way round."""
     ours, theirs = base_digits(answer), base_digits(gold)
     if ours is None or theirs is None or (ours[1] is None and theirs[1] is None):
         return None
-    return ours[0] == theirs[0] and (ours[1] == theirs[1] or ours[1] is None or theirs[1] is None)
+    return ours[0] == theirs[0] and ours[1] in (theirs[1] or "10", None)
 
 
 def _by_parts(answer: str, gold: str) -> bool | None:

@@ -65,6 +65,11 @@ def choice(tidied: str, strict: bool = False) -> str | None:
 _CLOCK = re.compile(r"([0-9]{1,9}(?: ?: ?[0-9]{1,9})+)\s*([ap]\.? ?m\b\.?)?", re.IGNORECASE)
 
 
+def is_time(tidied: str) -> bool:
+    """Two digits of minutes."""
+    return re.match(r"[0-9]{1,2} ?: ?[0-5][0-9](?![0-9])", tidied) is not None
+
+
 def clock(tidied: str) -> tuple[tuple[int, ...], str] | None:
     """A time or ratio, by its parts, and "am" or "pm"."""
     match = _CLOCK.fullmatch(_TEXT.sub(lambda match: match[1], tidied).strip())
@@ -107,14 +112,23 @@ _BEHIND = re.compile(
     re.DOTALL,
 )
 _DEGREES = re.compile(r"(?P<value>.*[0-9})])\s*\^\\circ ?(?P<scale>[CF]|\\text ?\{ ?[CF] ?\})?", re.DOTALL)
-_HEDGE = re.compile(r"\b(?:or|and|not|if|maybe|to|either|nor|but|possibly)\b|[0-9]{2,}", re.IGNORECASE)
+_HEDGE = re.compile(
+    rf"\b(?:or|and|not|if|maybe|to|either|nor|but|possibly|{'|'.join(_NUMBER_WORDS)})\b|[0-9]{{2,}}", re.IGNORECASE
+)
+_MODULUS = re.compile(
+    r"(?:[a-z] ?\\equiv ?)?(?P<value>-?[0-9]+) ?"
+    r"(?:\\pmod ?\{?|\(? ?(?:\\text ?\{ ?mod ?\}|\\?b?mod) ?\{?) ?(?P<of>[0-9]+) ?\}? ?\)?"
+)
 
 
 def split_unit(tidied: str) -> tuple[str, str | None]:
     """Value, and its unit under one name; None for no unit, "" for words that are no unit known here.
 
-    A single letter that touches the number, as in 3h, is a variable.
+    A single letter that touches the number, as in 3h, is a variable. The modulus of a residue is its unit.
     """
+    residue = _MODULUS.fullmatch(tidied)
+    if residue is not None and abs(int(residue["value"])) < int(residue["of"]):  # 10 mod 3 is for arithmetic
+        return residue["value"], f"mod {residue['of']}"
     degrees = _DEGREES.fullmatch(tidied)
     if degrees is not None and "," not in degrees["value"]:
         scale = degrees["scale"]

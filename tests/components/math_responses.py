@@ -82,4 +82,8 @@ KNOWN_WRONG: list[tuple[str, str, int, str]] = [
     ("A^2", "a^2", 1, "math-verify reads capital and small letters as one symbol"),
     (r"b \cdot a \cdot d", "bad", 0, "three letters with a vowel are a word"),
     ("1,5", "1.5", 0, "a decimal comma is read as a list"),
+    ("10:15", "2:3", 0, "a ratio whose second part has two digits is taken for a time"),
+    ("(1,2)", r"\begin{pmatrix}1\\2\end{pmatrix}", 0, "coordinates are no vector"),
+    ("0.333...", r"\frac{1}{3}", 0, "dots do not repeat what stands before them"),
+    (r"0.\dot{1}\dot{6}", r"\frac{16}{99}", 0, "dots over the first and the last of what repeats are not read"),
 ]
