@@ -404,10 +404,18 @@ class SparrowGRPO:
         # The figures are those of the whole step; each rank's groups get numbers of their own for that.
         groups_S = batch.groups_S + distributed.rank() * self.cfg.prompts_per_step
         everywhere = self.advantage(distributed.gather(batch.rewards_S), distributed.gather(groups_S))
+        if everywhere.metrics["rewards/not_applicable"] == self.cfg.prompts_per_step * self.cfg.num_samples:
+            self._say_no_rewards(batch)
         metrics = everywhere.metrics | distributed.sum_values(outcome_counts(self.rewards))
         for name, part_S in parts.items():
             metrics[f"rewards/{name}/mean"] = float(distributed.gather(part_S).nanmean())
         return metrics
+
+    def _say_no_rewards(self, batch: RolloutBatch) -> None:
+        names = ", ".join(name for name, _, _ in self.rewards)
+        columns = ", ".join(dict.fromkeys(name for row in batch.columns for name in row))
+        if distributed.rank() == 0:
+            say(f"warning: step {self.step + 1}: {names} scored no response at all; the data's columns are {columns}")
 
     @torch.no_grad()
     def _dense_pass(self, batch: RolloutBatch, micro_batches: list[MicroBatch], advance: Advance) -> dict[str, float]:

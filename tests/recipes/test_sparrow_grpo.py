@@ -100,6 +100,16 @@ def test_a_reward_counts_its_outcomes_and_is_closed(grpo, tmp_path, monkeypatch)
     assert (tmp_path / "closed").read_text() == "closed"
 
 
+def test_a_step_that_no_reward_scores_is_said_with_the_columns_there_are(grpo, tmp_path, monkeypatch, capsys):
+    (tmp_path / "silent_reward.py").write_text(
+        "def silent(completions, **columns):\n    return [None] * len(completions)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    row = grpo("reward.0.function=silent_reward.silent", "steps=1", "validation=null")[-1]
+    assert row["rewards/not_applicable"] == 16 and row["update/noop"] == 1
+    assert "warning: step 1: silent scored no response at all; the data's columns are answer" in capsys.readouterr().err
+
+
 def test_truncated_responses_teach_nothing_if_told_so(grpo):
     """All are cut after three tokens: a reward that tells them apart moves the weights, unless they are masked."""
     short = ["steps=1", "engine.max_new_tokens=3", "validation=null"]
