@@ -65,9 +65,14 @@ def open_table(path: str, name: str | None = None, split: str | None = None, rev
         if any((folder / mark).is_file() for mark in ("dataset_dict.json", "state.json")):
             return _saved(folder, split)
         return _table_of_files(folder, _data_files(folder, split))
-    if path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith(SUFFIXES):
+    if not may_be_of_hub(path):
         raise UserError(f"{path}: no such file or folder")
     return _hub(path, name, split, revision)
+
+
+def may_be_of_hub(path: str) -> bool:
+    """Whether what is no local path can be the name of a data set of the hub."""
+    return not path.startswith((".", "/", "~")) and path.count("/") <= 1 and not path.endswith(SUFFIXES)
 
 
 def _data_files(folder: Path, split: str | None) -> list[Path]:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from sparrow import registry
-from sparrow.components.data import Example, PromptData
+from sparrow.components.data import Example, PromptData, notes_of
 from sparrow.components.reward import ChecksGold, NamedReward
+from sparrow.components.tables import may_be_of_hub
 from sparrow.engine.blocks import BlockAllocator
 from sparrow.engine.engine import EngineConfig
 from sparrow.engine.sampler import SamplingParams
@@ -43,6 +44,7 @@ class Task:
         examples: those whose gold answer can be used.
         ids: of each example: its column `id`, else its number.
         dropped: id and reason of the others.
+        notes: what the data set itself left out.
         encoded: prompts of the examples, once `encode` was called.
     """
 
@@ -51,6 +53,7 @@ class Task:
     examples: list[Example]
     ids: list[str]
     dropped: dict[str, str]
+    notes: list[str] = field(default_factory=list)
     encoded: list[list[int]] = field(default_factory=list)
 
     @property
@@ -111,9 +114,17 @@ class Task:
         """A hash of the encoded prompts and the columns: another data file is another evaluation."""
         digest = hashlib.sha256()
         for id_, ids, example in zip(self.ids, self.encoded, self.examples, strict=True):
-            columns = json.dumps(example.columns, sort_keys=True, default=repr)
+            columns = {name: self._as_json(id_, name, value) for name, value in sorted(example.columns.items())}
             digest.update(f"{json.dumps(id_)} {ids} {columns}\n".encode())
         return digest.hexdigest()[:16]
+
+    def _as_json(self, id_: str, column: str, value: Any) -> str:
+        """What has no such form has no hash either that another process would find again."""
+        try:
+            return json.dumps(value, sort_keys=True)
+        except (TypeError, ValueError, RecursionError) as error:
+            reason = f"column {column!r} of {id_} is not JSON ({str(error)[:80]})"
+            raise UserError(f"benchmark {self.name}: {reason}; leave it out with data.columns") from error
 
     def rows(
         self, batch: RolloutBatch, judged: Sequence[Judged], mode: str, cache: KVCache, num_layers: int, decode: Any
@@ -183,14 +194,14 @@ def load_task(benchmark: Benchmark, reward: list[NamedReward]) -> Task:
         if not kept:
             first, reason = next(iter(dropped.items()))
             raise UserError(f"no example has a gold answer that can be used; {first}: {reason}")
-        return Task(benchmark, reward, [examples[i] for i in kept], [ids[i] for i in kept], dropped)
+        return Task(benchmark, reward, [examples[i] for i in kept], [ids[i] for i in kept], dropped, notes_of(data))
 
 
 def _check_file(benchmark: Benchmark) -> None:
     """Says how a file that is missing is made, where there is a config for it."""
     path = benchmark.data.kwargs.get("path")
     prepare = f"prepare/{benchmark.name}"
-    if isinstance(path, str) and not Path(path).expanduser().exists():
+    if isinstance(path, str) and not Path(path).expanduser().exists() and not may_be_of_hub(path):
         made = any(config.name == prepare for config in registry.configs())
         hint = f"`tune run sparrow_prepare --config {prepare}` makes it" if made else "give data_dir or data.path"
         raise UserError(f"{path} does not exist; {hint}, ~benchmarks.N or only=[...] does without")

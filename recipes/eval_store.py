@@ -1,5 +1,6 @@
 """The folder of one benchmark and mode: its samples so far, written window by window.
 
+    lock             held by the process that writes the others
     settings.json    what the samples depend on
     samples.jsonl    one line a sample, ordered by prompt and sample
     windows.jsonl    one line a window that is complete: how long it took, what its reward counted
@@ -10,9 +11,11 @@ the next run, which makes it anew. The samples are thus the same however often t
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +23,48 @@ from sparrow.errors import UserError
 
 
 class SampleStore:
-    """Opens or begins a folder.
+    """Opens or begins a folder, which is this process's own until `close` or its death.
 
     Args:
         folder: made if need be.
         settings: by dotted key.
+        planned: how many windows there are in all.
 
     Attributes:
         windows: the complete ones, as they were given to `append`.
 
     Raises:
-        UserError: the folder cannot be made, its files are damaged, or its samples are of other settings; says which.
+        UserError: the folder cannot be made, another process has it, its files are damaged, or its samples are of
+            other settings; says which.
     """
 
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, settings: dict[str, Any], planned: int) -> None:
         self.folder, self.settings = folder, settings
         self._settings, self._samples = folder / "settings.json", folder / "samples.jsonl"
         self._windows = folder / "windows.jsonl"
+        self._lock = _locked(folder)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"output_dir: {folder} cannot be made: {error.strerror}") from error
+            self._open(planned)
+        except UserError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Lets another process have the folder."""
+        os.close(self._lock)
+
+    def _open(self, planned: int) -> None:
         self.windows = self._complete()
         if self.windows:
             self._compare()
         else:
             part = self._settings.with_suffix(".part")
-            part.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+            part.write_text(json.dumps(self.settings, indent=2) + "\n", encoding="utf-8")
             os.replace(part, self._settings)
+        if len(self.windows) > planned:
+            raise UserError(
+                f"output_dir: {self._windows} has {len(self.windows)} windows, there are {planned}; {self._remedy}"
+            )
         self._truncate()
 
     def append(self, rows: Sequence[dict[str, Any]], window: dict[str, Any]) -> None:
@@ -75,7 +92,10 @@ class SampleStore:
         lines = self._windows.read_bytes().split(b"\n")[:-1]
         try:
             windows = [dict(json.loads(line)) for line in lines]
-            end = int(windows[-1]["samples_end"]) if windows else 0
+            ends = [0, *(int(window["samples_end"]) for window in windows)]
+            if any(last <= first for first, last in pairwise(ends)):
+                raise ValueError(f"samples_end does not grow: {ends[1:]!s:.60}")
+            end = ends[-1]
             enough = end == 0 or self._samples.stat().st_size >= end
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"output_dir: {self._windows} is damaged ({error}); {self._remedy}") from error
@@ -108,6 +128,22 @@ class SampleStore:
         for path, size in ((self._samples, end), (self._windows, whole)):
             if path.is_file():
                 os.truncate(path, size)
+
+
+def _locked(folder: Path) -> int:
+    """The descriptor of the folder's lock, which goes with its process, however that ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise UserError(f"output_dir: {folder} cannot be made: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        busy = "another evaluation writes it now" if isinstance(error, BlockingIOError) else error.strerror
+        raise UserError(f"output_dir: {folder} cannot be locked: {busy}") from error
+    return lock
 
 
 def _line(row: dict[str, Any]) -> bytes:

@@ -53,6 +53,7 @@ class SparrowEval:
         self.cfg = cfg
         self.output_dir = Path(cfg.output_dir)
         self.rewards: dict[str, list[NamedReward]] = {}
+        self.stores: dict[tuple[str, Mode], SampleStore] = {}  # on rank 0
 
     # Setup
 
@@ -68,8 +69,8 @@ class SparrowEval:
         self.folder = model_folder(Path(cfg.model))
         self.tokenizer = tokenizer_of_model(self.folder)
         self._check_against_model()
-        self.stores = self._open_stores() if distributed.rank() == 0 else {}
         if distributed.rank() == 0:
+            self._open_stores()
             self._print_plan()
         dtype = getattr(torch, cfg.dtype)
         self.model = load_decoder(self.folder, self.device, dtype).requires_grad_(False)
@@ -112,12 +113,12 @@ class SparrowEval:
         at = {task.sampling.temperature for task in self.tasks} - {made_for.temperature}
         return notes + [f"its P5 was measured at temperature {made_for.temperature}, not at {t}" for t in sorted(at)]
 
-    def _open_stores(self) -> dict[tuple[str, Mode], SampleStore]:
-        return {
-            (task.name, mode): SampleStore(self.output_dir / task.name / mode, self._settings(task, mode))
-            for task in self.tasks
-            for mode in self.cfg.modes
-        }
+    def _open_stores(self) -> None:
+        for task in self.tasks:
+            planned = len(self._windows(task.name))
+            for mode in self.cfg.modes:
+                folder = self.output_dir / task.name / mode
+                self.stores[task.name, mode] = SampleStore(folder, self._settings(task, mode), planned)
 
     def _settings(self, task: Task, mode: Mode) -> dict[str, Any]:
         """What the samples depend on. How many rows, tokens of the pool and processes there are only rounds."""
@@ -127,6 +128,7 @@ class SparrowEval:
         return {
             "model": cfg.model,
             "model.weights": fingerprint(self.folder),
+            "eos_ids": sorted(self.tokenizer.eos_ids),
             "adapter": cfg.adapter,
             "adapter.weights": adapter and fingerprint(adapter),
             "dtype": cfg.dtype,
@@ -149,6 +151,9 @@ class SparrowEval:
         print(f"model {self.folder}{adapter}, eos ids {self.tokenizer.eos_ids}")
         for note in self.notes:
             print(f"schedule: {note}")
+        for task in self.tasks:
+            for note in task.notes:
+                print(f"benchmark {task.name}: {note}")
         for task in self.tasks:
             print("\n".join(plan_lines(task, cfg.seed_of(task.settings), cfg.modes, self.tokenizer.decode)))
         for (name, mode), store in self.stores.items():
@@ -255,6 +260,8 @@ class SparrowEval:
         print(f"results  {self.output_dir / 'results.json'}", flush=True)
 
     def cleanup(self) -> None:
+        for store in self.stores.values():
+            store.close()
         for ((_, _, function),) in self.rewards.values():
             if isinstance(function, Closes):
                 function.close()

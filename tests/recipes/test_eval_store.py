@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,8 +19,15 @@ SETTINGS = {"model": "m", "sampling.temperature": 0.6}
 WINDOWS = [[{"sample": 4 * w + i, "answer": "x" * i, "response": "r\u2028\n"} for i in range(3)] for w in range(4)]
 
 
+def opened(folder: Path, settings: dict[str, Any] = SETTINGS) -> SampleStore:
+    """Closed again at once, so that the next one may have the folder."""
+    store = SampleStore(folder, settings, len(WINDOWS))
+    store.close()
+    return store
+
+
 def write(folder: Path, windows: int = len(WINDOWS)) -> SampleStore:
-    store = SampleStore(folder, SETTINGS)
+    store = opened(folder)
     for number in range(len(store.windows), windows):
         store.append(WINDOWS[number], {"prompts": 3, "counts": {"correct": number}})
     return store
@@ -26,9 +36,9 @@ def write(folder: Path, windows: int = len(WINDOWS)) -> SampleStore:
 def test_samples_come_back_without_their_texts(tmp_path):
     store = write(tmp_path / "a")
     expected = [{key: row[key] for key in ("sample", "answer")} for window in WINDOWS for row in window]
-    assert list(store.samples()) == expected == list(SampleStore(tmp_path / "a", SETTINGS).samples())
+    assert list(store.samples()) == expected == list(opened(tmp_path / "a").samples())
     assert [window["counts"] for window in store.windows] == [{"correct": n} for n in range(4)]
-    assert list(SampleStore(tmp_path / "b", SETTINGS).samples()) == []
+    assert list(opened(tmp_path / "b").samples()) == []
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
@@ -47,13 +57,13 @@ def test_a_kill_at_any_byte_leaves_the_same_files_in_the_end(tmp_path_factory, d
     write(cut, 0)
     (cut / "windows.jsonl").write_bytes(kept)
     (cut / "samples.jsonl").write_bytes(samples[: data.draw(st.integers(least, len(samples)))])
-    assert len(SampleStore(cut, SETTINGS).windows) == len(complete)
+    assert len(opened(cut).windows) == len(complete)
     write(cut)
     assert bytes_of(cut) == bytes_of(whole)
 
 
 def test_half_a_surrogate_pair_of_hostile_output_can_be_written(tmp_path):
-    store = SampleStore(tmp_path, SETTINGS)
+    store = opened(tmp_path)
     store.append([{"answer": "\ud800", "sample": 0}], {"prompts": 1})
     assert list(store.samples()) == [{"answer": "?", "sample": 0}]
 
@@ -61,22 +71,50 @@ def test_half_a_surrogate_pair_of_hostile_output_can_be_written(tmp_path):
 def test_other_settings_and_damaged_files_are_refused(tmp_path):
     write(tmp_path)
     with pytest.raises(UserError, match=r"sampling\.temperature: 0\.6 then, 1\.0 now\); another output_dir"):
-        SampleStore(tmp_path, {**SETTINGS, "sampling.temperature": 1.0})
+        opened(tmp_path, {**SETTINGS, "sampling.temperature": 1.0})
     with pytest.raises(UserError, match="adapter: None then, 'a' now"):
-        SampleStore(tmp_path, {**SETTINGS, "adapter": "a"})
+        opened(tmp_path, {**SETTINGS, "adapter": "a"})
     (tmp_path / "samples.jsonl").write_bytes(b"")
     with pytest.raises(UserError, match=r"samples\.jsonl is shorter than \d+ bytes; remove"):
-        SampleStore(tmp_path, SETTINGS)
+        opened(tmp_path)
     (tmp_path / "windows.jsonl").write_text("[]\n")
     with pytest.raises(UserError, match=r"windows\.jsonl is damaged"):
-        SampleStore(tmp_path, SETTINGS)
+        opened(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be made"):
-        SampleStore(tmp_path / "file", SETTINGS)
+        opened(tmp_path / "file")
 
 
 def test_settings_count_only_once_there_are_samples(tmp_path):
-    SampleStore(tmp_path, {"model": "another"})
-    assert SampleStore(tmp_path, SETTINGS).windows == []
+    opened(tmp_path, {"model": "another"})
+    assert opened(tmp_path).windows == []
     write(tmp_path)
-    assert len(SampleStore(tmp_path, SETTINGS).windows) == 4
+    assert len(opened(tmp_path).windows) == 4
+
+
+HOLD = "import sys; from pathlib import Path; from sparrow.recipes.eval_store import SampleStore as S; "
+HOLD += "s = S(Path(sys.argv[1]), {}, 1); print(1, flush=True); input()"
+
+
+def test_a_folder_is_of_one_process_until_it_dies(tmp_path):
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None and holder.stdout.readline() == "1\n"
+    with pytest.raises(UserError, match=f"output_dir: {tmp_path} cannot be locked: another evaluation writes it now"):
+        SampleStore(tmp_path, SETTINGS, 4)
+    holder.kill()
+    holder.communicate()
+    opened(tmp_path)
+
+
+def test_more_windows_than_there_are_and_damaged_lines_are_refused(tmp_path):
+    store = write(tmp_path)
+    with pytest.raises(UserError, match=r"windows\.jsonl has 4 windows, there are 3; remove"):
+        SampleStore(tmp_path, SETTINGS, 3)
+    lines = store.windows
+    for number, end in ((3, -1), (0, 0), (1, lines[0]["samples_end"]), (2, "x"), (1, None)):
+        damaged = [line | {"samples_end": end} if i == number else line for i, line in enumerate(lines)]
+        (tmp_path / "windows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in damaged))
+        with pytest.raises(UserError, match=r"windows\.jsonl is damaged"):
+            opened(tmp_path)

@@ -18,10 +18,15 @@ from typing import Any
 import pytest
 import torch
 
+from sparrow.components.data import Example
 from sparrow.components.distiller import LoRADistiller
+from sparrow.errors import UserError
 from sparrow.models.adapted import copy_weights
 from sparrow.models.checkpoint import load_decoder, save_decoder
 from sparrow.recipes import sparrow_eval
+from sparrow.recipes.eval_benchmark import Task
+from sparrow.recipes.eval_config import Benchmark
+from sparrow.recipes.eval_store import SampleStore
 from sparrow.training.run_state import save_run_state
 
 from .conftest import HERE
@@ -293,6 +298,50 @@ def test_bad_input_is_named(arguments, capsys, tmp_path, overrides, words):
     for word in words:
         assert word in error, error
     assert not list(tmp_path.glob("eval/pointers/*/samples.jsonl"))
+
+
+def test_two_at_once_are_refused(arguments, evaluate, tmp_path, capsys):
+    """The second one would append to the files of the first."""
+    store = SampleStore(tmp_path / "eval" / "pointers" / "dense", {}, 4)
+    assert sparrow_eval.main(arguments()) == 2
+    assert "cannot be locked: another evaluation writes it now" in capsys.readouterr().err
+    store.close()
+    evaluate()
+
+
+def test_other_ids_that_end_a_response_are_other_settings(evaluate, arguments, checkpoint, tmp_path, capsys):
+    other = shutil.copytree(checkpoint, tmp_path / "model")
+    evaluate(f"model={other}")
+    generation = other / "generation_config.json"
+    known = json.loads(generation.read_text()) if generation.is_file() else {}
+    generation.write_text(json.dumps(known | {"eos_token_id": [0, 5]}))
+    assert sparrow_eval.main(arguments(f"model={other}")) == 2
+    assert re.search(r"eos_ids: \[.*\] then, \[0, .*5.*\] now", capsys.readouterr().err)
+
+
+def test_what_the_data_left_out_is_printed(evaluate, judged, tmp_path, capsys):
+    with (tmp_path / "prompts.jsonl").open("r+") as file:
+        first = json.loads(file.readline())
+        file.seek(0, 2)
+        file.write(json.dumps(first | {"id": "again"}) + "\n")
+    data = "{_component_: sparrow.components.dataset_prompts.DatasetPrompts, path: '${data_dir}/prompts.jsonl'}"
+    evaluate(*judged, f"benchmarks.0.data={data}")
+    assert re.search(r"benchmark pointers: .*prompts\.jsonl: 1 repeated prompts left out", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("value", [{"a": {1: 2, "b": 3}}, {"a": b"x"}, {"a": {1}}])
+def test_columns_without_a_lasting_hash_are_refused(value):
+    task = Task(Benchmark(name="b", data=None, reward=None), [], [Example("p", value)], ["7"], {}, [], [[1]])
+    with pytest.raises(UserError, match=r"benchmark b: column 'a' of 7 is not JSON"):
+        task.fingerprint()
+
+
+def test_a_name_on_the_hub_is_left_to_the_data(arguments, capsys, monkeypatch):
+    """Only what looks like a file is looked for."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    data = "{_component_: sparrow.components.dataset_prompts.DatasetPrompts, path: no-one/nothing, split: test}"
+    assert sparrow_eval.main(arguments(f"benchmarks.0.data={data}")) == 2
+    assert "the hub's data set cannot be had" in capsys.readouterr().err
 
 
 def test_data_that_cannot_be_used(arguments, judged, tmp_path, capsys):
