@@ -27,6 +27,8 @@ class DatasetPrompts:
         limit: take the first so many rows.
         deduplicate: prompts that differ by no more than case and spacing stand once (`components/duplicates.py`); those
             with different gold answers not at all.
+        gold: name, for the reward functions, of the column with the gold answer; None: all of `answer`, `tests` and
+            `ground_truth` that there are. It tells repeated prompts from conflicting ones.
 
     Raises:
         UserError: naming file, row and column.
@@ -46,6 +48,7 @@ class DatasetPrompts:
         shuffle_seed: int | None = None,
         limit: int | None = None,
         deduplicate: bool = True,
+        gold: str | None = None,
     ) -> None:
         if limit is not None and limit < 1:
             raise UserError(f"limit must be at least 1, got {limit}")
@@ -58,7 +61,7 @@ class DatasetPrompts:
         examples = same_columns([self._example(row, columns, where) for where, row in table.rows(limit)])
         self._epochs, self.notes = Epochs(examples, shuffle_seed), list[str]()
         if deduplicate:
-            duplicates = find_duplicates(examples)
+            duplicates = find_duplicates(examples, gold)
             self.notes = duplicates.lines(table.label)
             self.drop(duplicates.repeated | duplicates.conflicting)
 

@@ -11,15 +11,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparrow.components.data import Example, Message
+from sparrow.errors import UserError
 
-GOLD_COLUMNS = ("answer", "tests")
-_LATEX_SPACE = re.compile(r"\\[,;:! ]")
+GOLD_COLUMNS = ("answer", "tests", "ground_truth")
+_NOTHING = re.compile(r"\\!|\$")  # a negative space; the border of a formula
+_SPACE = re.compile(r"\\[,;: ]|~")
+_LOOSE_SPACE = re.compile(r"(?<![^\W_]) | (?![^\W_])")  # one that does not stand between two letters or digits
 
 
 def normalised(text: str) -> str:
-    """Without whitespace, dollar signs and LaTeX spaces (`\\,` `\\;` `\\:` `\\!` `\\ ` `~`); NFC, case folded."""
-    close = "".join(_LATEX_SPACE.sub("", text).replace("~", "").replace("$", "").split())
-    folded = unicodedata.normalize("NFC", close).casefold()
+    """Any space, LaTeX's (`\\,` `\\;` `\\:` `\\ ` `~`) too, is one between letters or digits, and none elsewhere.
+
+    Without `$` and `\\!`; NFC, case folded.
+    """
+    spaced = " ".join(_SPACE.sub(" ", _NOTHING.sub("", text)).split())
+    folded = unicodedata.normalize("NFC", _LOOSE_SPACE.sub("", spaced)).casefold()
     return unicodedata.normalize("NFC", folded)
 
 
@@ -33,11 +39,23 @@ def prompt_text(prompt: str | Sequence[Message]) -> str:
     return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
 
 
-def gold_text(columns: Mapping[str, Any]) -> str:
-    """The gold answer as text to compare, without the whitespace around it; empty where there is none."""
-    gold = {name: columns[name] for name in GOLD_COLUMNS if columns.get(name) is not None}
-    stripped = {name: value.strip() if isinstance(value, str) else value for name, value in gold.items()}
-    return json.dumps(stripped, sort_keys=True, default=str) if stripped else ""
+def gold_text(columns: Mapping[str, Any], gold: str | None = None) -> str:
+    """The gold answer as text to compare; empty where there is none.
+
+    Args:
+        columns: of an example.
+        gold: the column that holds it; None: all of `GOLD_COLUMNS` that there are.
+    """
+    names = GOLD_COLUMNS if gold is None else (gold,)
+    values = [_comparable(columns[name]) for name in names if columns.get(name) is not None]
+    return json.dumps(values, sort_keys=True, default=str) if values else ""
+
+
+def _comparable(value: Any) -> Any:
+    """Text without the whitespace around it; a number as its text, as other files of the same set have it."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return str(value).strip() if isinstance(value, str | int | float) else value
 
 
 @dataclass(frozen=True)
@@ -62,12 +80,15 @@ class Duplicates:
         return lines
 
 
-def find_duplicates(examples: Sequence[Example]) -> Duplicates:
-    """Among all examples, by normalised prompt; the first one of equals stays."""
+def find_duplicates(examples: Sequence[Example], gold: str | None = None) -> Duplicates:
+    """Among all examples, by normalised prompt; the first one of equals stays. `gold` is as in `gold_text`."""
+    if gold is not None and not any(gold in example.columns for example in examples):
+        there = ", ".join(examples[0].columns) or "none"
+        raise UserError(f"gold: no column {gold!r} goes on to the rewards; there are {there}")
     keys = [fingerprint(prompt_text(example.prompt)) for example in examples]
     golds: dict[str, set[str]] = {}
     for key, example in zip(keys, examples, strict=True):
-        golds.setdefault(key, set()).add(gold_text(example.columns))
+        golds.setdefault(key, set()).add(gold_text(example.columns, gold))
     conflicting = {index for index, key in enumerate(keys) if len(golds[key]) > 1}
     first: dict[str, int] = {}
     for index, key in enumerate(keys):

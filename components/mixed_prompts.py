@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 from sparrow.components.data import Epochs, Example, FiniteData, PromptData, notes_of, same_columns
 from sparrow.components.duplicates import find_duplicates
@@ -16,19 +17,25 @@ class ConcatenatedPrompts:
     Args:
         parts: their own order and shuffle_seed mean nothing here.
         shuffle_seed: shuffles each epoch over all parts; None keeps the order of the parts.
-        deduplicate: over all parts, as `DatasetPrompts` does it in one.
+        deduplicate, gold: over all parts, as `DatasetPrompts` does it in one.
     """
 
-    def __init__(self, parts: list[FiniteData], shuffle_seed: int | None = None, deduplicate: bool = True) -> None:
+    def __init__(
+        self,
+        parts: list[FiniteData],
+        shuffle_seed: int | None = None,
+        deduplicate: bool = True,
+        gold: str | None = None,
+    ) -> None:
         for index, part in enumerate(parts):
-            if not isinstance(part, FiniteData):
+            if not isinstance(part, FiniteData) or part.size is None:
                 raise UserError(f"parts.{index}: {type(part).__name__} has no end; use WeightedPrompts")
         examples = same_columns([example for part in parts for example in part.examples()])
         if not examples:
             raise UserError("parts: at least one data set is needed")
         self._epochs, self.notes = Epochs(examples, shuffle_seed), [note for part in parts for note in notes_of(part)]
         if deduplicate:
-            duplicates = find_duplicates(examples)
+            duplicates = find_duplicates(examples, gold)
             self.notes += duplicates.lines("all parts")
             self.drop(duplicates.repeated | duplicates.conflicting)
 
@@ -61,7 +68,7 @@ class WeightedPrompts:
     size = None
 
     def __init__(self, parts: list[PromptData], weights: list[float], seed: int = 0, block: int = 1000) -> None:
-        if not parts or len(weights) != len(parts) or not all(0 < weight < float("inf") for weight in weights):
+        if not parts or len(weights) != len(parts) or not all(map(_is_weight, weights)):
             raise UserError(f"weights: {weights} must be numbers above 0, one for each of the {len(parts)} parts")
         if block < len(parts):
             raise UserError(f"block: {block} is below the number of parts, {len(parts)}")
@@ -89,9 +96,14 @@ class WeightedPrompts:
 
     def drop(self, indices: set[int]) -> None:
         start = 0
-        for part in self._finite():
+        for number, part in enumerate(self._parts):
+            if not isinstance(part, FiniteData):
+                continue
             stop = start + len(part.examples())
-            part.drop({index - start for index in indices if start <= index < stop})
+            dropped = {index - start for index in indices if start <= index < stop}
+            if part.size is not None and len(dropped) == part.size:
+                raise UserError(f"parts.{number}: none of its {part.size} examples is left")
+            part.drop(dropped)
             start = stop
 
     def _finite(self) -> list[FiniteData]:
@@ -107,6 +119,10 @@ class WeightedPrompts:
             block.append((part, ranks[part]))
             ranks[part] += 1
         return block
+
+
+def _is_weight(weight: Any) -> bool:
+    return isinstance(weight, int | float) and not isinstance(weight, bool) and 0 < weight < float("inf")
 
 
 def _shares(weights: list[float], block: int) -> list[int]:

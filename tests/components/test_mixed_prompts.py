@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -53,6 +54,9 @@ def test_concatenation_drops_what_stands_in_two_parts(tmp_path: Path) -> None:
 def test_concatenation_wants_an_end(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"parts\.1: ArithmeticProblems has no end"):
         ConcatenatedPrompts([part(tmp_path, "a", 2), ArithmeticProblems()])  # type: ignore[list-item]
+    stream = WeightedPrompts([part(tmp_path, "a", 2), ArithmeticProblems()], [1.0, 1.0])
+    with pytest.raises(UserError, match=r"parts\.1: WeightedPrompts has no end"):
+        ConcatenatedPrompts([part(tmp_path, "b", 2), stream])
     with pytest.raises(UserError, match="parts: at least one"):
         ConcatenatedPrompts([])
 
@@ -95,8 +99,8 @@ def test_finite_parts_of_a_stream_can_be_checked(tmp_path: Path) -> None:
     data.drop({1, 3})
     assert {str(p) for p in prompts(data, 0, 30) if isinstance(p, str)} == {"a0", "a2", "b1", "b2"}
     assert all(set(data.example(index).columns) == {"level", "answer"} for index in range(9))
-    with pytest.raises(UserError, match="none of 2 examples is left"):
-        data.drop({0, 1})
+    with pytest.raises(UserError, match=r"parts\.2: none of its 2 examples is left"):
+        data.drop({2, 3})
 
 
 @dataclass
@@ -131,9 +135,12 @@ data:
         ([1.0], 10, "weights"),
         ([1.0, 0.0], 10, "weights"),
         ([1.0, float("nan")], 10, "weights"),
+        (["1", 2.0], 10, "weights"),
+        ([True, 2.0], 10, "weights"),
+        ([None, 2.0], 10, "weights"),
         ([1.0, 1.0], 1, "block"),
     ],
 )
-def test_bad_shares(tmp_path: Path, weights: list[float], block: int, message: str) -> None:
+def test_bad_shares(tmp_path: Path, weights: list[Any], block: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
         WeightedPrompts([part(tmp_path, "a", 3), part(tmp_path, "b", 3)], weights, block=block)
