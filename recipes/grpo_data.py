@@ -44,6 +44,12 @@ def check_data(
     return [f"{key}: {line}" for line in report.lines()]
 
 
+def check_enough(key: str, prompts: int, data: PromptData) -> None:
+    """UserError where some of the prompts would come twice, which counts them twice in each figure."""
+    if data.size is not None and prompts > data.size:
+        raise UserError(f"{key}: {prompts} is above the {data.size} prompts of the data")
+
+
 def _problems_of(rewards: Sequence[NamedReward]) -> Problems | None:
     """Of all rewards that check gold answers, the first problem of each example."""
     checking = [(name, reward) for name, _, reward in rewards if isinstance(reward, ChecksGold)]

@@ -58,7 +58,7 @@ from sparrow.recipes.evaluate import (
     stop_between_tokens,
 )
 from sparrow.recipes.grpo_config import GRPOConfig, Validation, check
-from sparrow.recipes.grpo_data import check_data
+from sparrow.recipes.grpo_data import check_data, check_enough
 from sparrow.recipes.grpo_distill import DistillStep, check_recorded, engine_weights
 from sparrow.recipes.grpo_files import start_trackers
 from sparrow.recipes.grpo_memory import check_memory
@@ -136,6 +136,7 @@ class SparrowGRPO:
         if cfg.validation is not None:
             checked = (self._encode, self.rewards, cfg, model)
             self.data_lines += check_data("validation.data", self.validation_data, *checked)
+            check_enough("validation.prompts", cfg.validation.prompts, self.validation_data)
 
     def _build_components(self) -> None:
         """What needs no model: a mistake shows before a warm-up or a large checkpoint takes its time."""

@@ -33,6 +33,7 @@ class NanLoss:
 
 class Stopping:
     # Prompts whose reader presses Ctrl-C before number `at`, counted over all readings.
+    size = None
     def __init__(self, at: int):
         self.problems, self.at, self.read = PointerChase(nodes=5, hops=2), at, 0
     def example(self, number):
@@ -196,3 +197,12 @@ def test_a_warm_up_of_another_alphabet(tmp_path, capsys):
     arguments = ["--config", str(HERE / "mini_sft.yaml"), f"output_dir={tmp_path}", "fresh.decoder.vocab_size=7"]
     assert sparrow_sft.main(arguments) == 2
     assert "fresh.decoder.vocab_size: 7, the alphabet has 72" in capsys.readouterr().err
+
+
+def test_a_validation_of_more_prompts_than_there_are_is_refused(arguments, tmp_path, capsys):
+    """They would come round, and count twice. The prompt that is too long does not count as there."""
+    prompts = [{"prompt": text, "response": "(1:2)"} for text in ("(0:1)", "(1:2)", "(2:0)", "(3:3)" * 40)]
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    data = f"{{_component_: sparrow.components.data.JsonlPrompts, path: {tmp_path}/held_out.jsonl}}"
+    overrides = [f"validation={{data: {data}, prompts: 4, every: 1}}", "max_prompt_tokens=40"]
+    refused(arguments(*overrides), capsys, "validation.prompts: 4 is above the 3 prompts of the data")
