@@ -16,13 +16,19 @@ def example_arguments(assertions: str, function: str) -> list[list[Any]]:
 def _calls(line: str, function: str) -> Iterator[list[Any]]:
     try:
         tree = ast.parse(line)
-    except (SyntaxError, ValueError, RecursionError):  # no Python after all; a null character; nested too deep
+    # No Python after all; a null character; nested too deep, of which the parser says MemoryError from some depth on.
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function:
             try:
                 yield [ast.literal_eval(argument) for argument in node.args]
-            except (ValueError, TypeError):  # a call with something else than literals is no example
+            except (
+                ValueError,
+                TypeError,
+                RecursionError,
+                MemoryError,
+            ):  # a call with something else than literals is no example
                 continue
 
 

@@ -17,6 +17,10 @@ class UnusableGold(Exception):
     """This row has no gold answer that a reward could use; the message says why."""
 
 
+class OutsideDates(UnusableGold):
+    """Nothing is wrong with this row: it is of a day that was not asked for."""
+
+
 @dataclass(frozen=True)
 class Gold:
     """What a row gives a reward.
@@ -80,14 +84,14 @@ class BoxedAnswer:
 
 
 class IntegerAnswer:
-    """An integer within bounds, as text or number: `025`, 25 and 25.0 are all `25`."""
+    """An integer within bounds, as text or number: `025`, 25 and 25.0 are all `25`; `unit` at its end is taken off."""
 
-    def __init__(self, column: str, low: int | None = None, high: int | None = None) -> None:
-        self._column, self._low, self._high = column, low, high
+    def __init__(self, column: str, low: int | None = None, high: int | None = None, unit: str = "") -> None:
+        self._column, self._low, self._high, self._unit = column, low, high, unit
 
     def __call__(self, row: Mapping[str, Any], where: str) -> Gold:
         text = _text(lookup(row, self._column, where))
-        match = _INTEGER.fullmatch(text)
+        match = _INTEGER.fullmatch(text.removesuffix(self._unit).rstrip())
         if match is None or len(match[2]) > 100:
             raise UnusableGold(f"not an integer: {text[:40]!r}")
         value = int(match[1] + match[2])

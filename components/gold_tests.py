@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import date
 from typing import Any, Protocol
 
 from sparrow.components.argument_types import example_arguments, typed_arguments
-from sparrow.components.gold import Gold, UnusableGold
+from sparrow.components.gold import Gold, OutsideDates, UnusableGold
 from sparrow.components.row_fields import lookup
 from sparrow.components.text_pickle import decode_text
 from sparrow.errors import UserError
@@ -56,15 +57,16 @@ class LiveCodeBenchTests:
         max_tests: the first so many; None takes all.
     """
 
-    def __init__(
-        self, first_date: str | None = None, last_date: str | None = None, max_tests: int | None = None
-    ) -> None:
-        self._first, self._last, self._max_tests = first_date or "", last_date or "9", _at_least_one(max_tests)
+    def __init__(self, first_date: Any = None, last_date: Any = None, max_tests: int | None = None) -> None:
+        self._first, self._last = _day("first_date", first_date, date.min), _day("last_date", last_date, date.max)
+        if self._first > self._last:
+            raise UserError(f"first_date: {first_date} is after last_date, {last_date}")
+        self._max_tests = _at_least_one(max_tests)
 
     def __call__(self, row: Mapping[str, Any], where: str) -> Gold:
-        day = str(lookup(row, "contest_date", where))[:10]
+        day = _contest_day(lookup(row, "contest_date", where))
         if not self._first <= day <= self._last:
-            raise UnusableGold("contest outside of first_date and last_date")
+            raise OutsideDates(f"a contest of {day}, outside of first_date and last_date")
         public = _cases(_json(lookup(row, "public_test_cases", where), "public_test_cases"))
         private = _cases(_private(lookup(row, "private_test_cases", where)))
         cases = public + private
@@ -166,6 +168,21 @@ def _at_least_one(max_tests: int | None) -> int | None:
     if max_tests is not None and max_tests < 1:
         raise UserError(f"max_tests: {max_tests} must be at least 1")
     return max_tests
+
+
+def _day(key: str, given: Any, otherwise: date) -> date:
+    """A day without quotes is one already for YAML."""
+    try:
+        return date.fromisoformat(str(given)) if given is not None else otherwise
+    except ValueError:
+        raise UserError(f"{key}: {given!r} is no day; write it like 2024-08-01") from None
+
+
+def _contest_day(value: Any) -> date:
+    try:
+        return date.fromisoformat(str(value)[:10])
+    except ValueError:
+        raise UnusableGold(f"contest_date: no day: {value!r:.40}") from None
 
 
 def _lines(value: Any) -> Any:

@@ -52,17 +52,26 @@ def _json_lines(file: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _json_file(file: Path) -> Iterator[tuple[str, Row]]:
-    """A list of objects, or one object a line under the wrong name, as many sets of the hub have it."""
+    """A list of objects, one object, or one object a line under the wrong name, as many sets of the hub have it."""
     with _text(file) as text:
-        is_list = text.read(_MANY).lstrip().startswith("[")
-    if not is_list:
+        start = text.read(_MANY).lstrip()
+    if not start.startswith("[") and not _goes_on(start):
         yield from _json_lines(file)
         return
     with _text(file) as text:
         rows = _json(text.read(), str(file))
+    if not isinstance(rows, list):
+        yield str(file), _object(rows, str(file))
+        return
     for number, row in enumerate(rows, start=1):
         where = f"{file}, item {number}"
         yield where, _object(row, where)
+
+
+def _goes_on(text: str) -> bool:
+    """Whether the first line holds no more than the beginning of an object."""
+    line, end, _ = text.partition("\n")
+    return bool(end) and line.startswith("{") and not line.rstrip().endswith("}")
 
 
 def _csv_rows(file: Path) -> Iterator[tuple[str, Row]]:

@@ -10,9 +10,11 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import date, time
 from pathlib import Path
 from typing import Any
 
+from sparrow.components.data import checked_prompt
 from sparrow.components.duplicates import fingerprint, prompt_text
 from sparrow.components.gold import UnusableGold
 from sparrow.components.table_files import rows_of
@@ -22,6 +24,7 @@ from sparrow.recipes.prepare_rows import Draft
 
 REASONS = {
     "listed": "named under drop",
+    "dates": "outside of the days asked for",
     "unusable": "no usable question or gold answer",
     "repeated": "question that stood before, with the same gold answer",
     "conflicting": "question that stands with different gold answers",
@@ -103,13 +106,23 @@ class ExamplesFile:
 
 
 def as_line(draft: Draft) -> str:
-    """The example as a line; UnusableGold where it holds what JSON or UTF-8 has no place for."""
+    """The example as a line, days and times as ISO text; UnusableGold names what JSON or UTF-8 has no place for."""
+    return "{" + ", ".join(f"{json.dumps(name)}: {_text(name, value)}" for name, value in draft.row().items()) + "}"
+
+
+def _text(column: str, value: Any) -> str:
     try:
-        line = json.dumps(draft.row(), ensure_ascii=False, allow_nan=False)
-        line.encode("utf-8")
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_iso)
+        text.encode("utf-8")
     except (TypeError, ValueError, RecursionError) as error:
-        raise UnusableGold(f"cannot be written as JSON: {str(error)[:80]}") from error
-    return line
+        raise UnusableGold(f"{column}: cannot be written as JSON: {str(error)[:80]}") from error
+    return text
+
+
+def _iso(value: Any) -> str:
+    if isinstance(value, date | time):  # a datetime is a date
+        return value.isoformat()
+    raise TypeError(f"{type(value).__name__} is no JSON")
 
 
 def excluded_questions(paths: list[str]) -> set[str]:
@@ -121,9 +134,14 @@ def _fingerprints(path: Path) -> Iterator[str]:
     if not path.is_file():
         raise UserError(f"exclude: {path}: no such file")
     for where, row in rows_of(path):
-        if "fingerprint" not in row and "prompt" not in row:
+        mark, prompt = row.get("fingerprint"), row.get("prompt")
+        if mark is None and prompt is None:
             raise UserError(f"exclude: {where}: neither 'fingerprint' nor 'prompt'; there are {', '.join(row)}")
-        yield row["fingerprint"] if "fingerprint" in row else fingerprint(prompt_text(row["prompt"]))
+        if mark is None:
+            mark = fingerprint(prompt_text(checked_prompt(prompt, f"exclude: {where}")))
+        if not isinstance(mark, str):
+            raise UserError(f"exclude: {where}: fingerprint: must be text, not {mark!r:.40}")
+        yield mark
 
 
 def source_files(table: Table) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from sparrow.components.gold import UnusableGold
+from sparrow.components.gold import OutsideDates, UnusableGold
 from sparrow.components.reward import combine_rewards
 from sparrow.components.tables import open_table
 from sparrow.errors import UserError
@@ -44,6 +44,7 @@ class SparrowPrepare:
         self.golds: dict[str, str] = {}  # of each question, by its fingerprint
         self.conflicting: set[str] = set()
         self.ids: set[str] = set()
+        self.unknown: list[str] = []  # ids under `drop` that no row has
         self.reward: Any = None
         self.gold: Any = None
         self.file: ExamplesFile | None = None
@@ -82,25 +83,33 @@ class SparrowPrepare:
         content |= {"files": source_files(self.table), "output_sha256": digest}
         write_manifest(manifest, content, self.ledger)
         print("\n".join(self.ledger.lines()))
+        if self.unknown:
+            print(f"drop: no row has the id {', '.join(map(repr, self.unknown))}")
         print(f"examples  {self.output}\nmanifest  {manifest}", flush=True)
 
     def _drafts(self) -> Iterator[tuple[Draft, str]]:
         """The examples that need a reward to be judged, each with its line."""
+        unlisted = set(self.cfg.drop)
         for number, (where, row) in enumerate(self.table.rows(self.cfg.limit)):
             self.ledger.read += 1
             name = row_id(self.cfg, row, number, where)
             if name in self.cfg.drop:
+                unlisted.discard(name)
                 self.ledger.drop(name, "listed", self.cfg.drop[name])
                 continue
             try:
                 draft = make_draft(self.cfg, self.gold, row, name, where)
                 line = as_line(draft)
+            except OutsideDates as error:
+                self.ledger.drop(name, "dates", str(error))
+                continue
             except UnusableGold as error:
                 self.ledger.drop(name, "unusable", str(error))
                 continue
             if self._is_new(draft):
                 self._claim(name, where)
                 yield draft, line
+        self.unknown = sorted(unlisted)
 
     def _is_new(self, draft: Draft) -> bool:
         if draft.fingerprint in self.excluded:

@@ -41,6 +41,7 @@ def test_only_literal_calls_of_the_function_are_examples() -> None:
         "assert f({[]: 1})",
         "assert f(\0)",
         "assert " + "(" * 300 + "f(1)",
+        "assert f(" + "-" * 200_000 + "1)",
         "f((3,))",
         "  assert h.f(4)",
         "assert f(5) == f(6)",

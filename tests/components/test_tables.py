@@ -51,6 +51,18 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, suffix: str) -> 
     assert open_table(str(tmp_path)).files == (file,)
 
 
+def test_a_json_file_may_be_one_object_over_several_lines(tmp_path: Path) -> None:
+    for indent in (None, 0, 4):
+        (tmp_path / "a.json").write_text(json.dumps(ROWS[1], indent=indent) + "\n")
+        assert rows(tmp_path / "a.json") == ROWS[1:]
+    (tmp_path / "a.json").write_text('{\n "q": 1,\n')
+    with pytest.raises(UserError, match=r"a\.json: not valid JSON"):
+        rows(tmp_path / "a.json")
+    long = {"q": "x" * 2**21}
+    (tmp_path / "a.json").write_text(2 * (json.dumps(long) + "\n"))
+    assert rows(tmp_path / "a.json") == [long, long]
+
+
 def test_csv_arrow_files_and_json_lines_under_the_name_json(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('q,n\n"a, ""b""\nc",007\n')
     assert rows(tmp_path / "a.csv") == [{"q": 'a, "b"\nc', "n": "007"}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import datetime
 import hashlib
 import json
 import os
@@ -204,7 +205,12 @@ MATHEMATICS: dict[str, tuple[str, list[dict[str, Any]], list[str], dict[str, int
         ["25", "0"],
         {"unusable": 2},
     ),
-    "aime25": ("test.jsonl", [problem("a?", "070", id="0"), problem("b?", "7.5", id="1")], ["70"], {"unusable": 1}),
+    "aime25": (
+        "test.jsonl",
+        [problem("a?", "070", id="0"), problem("b?", "7.5", id="1"), problem("c?", "336^\\circ", id="2")],
+        ["70", "336"],
+        {"unusable": 1},
+    ),
     "aime26": (
         "data/train-00000-of-00001.parquet",
         [problem("a?", 277, problem_idx=1), problem("b?", 62, problem_idx=2)],
@@ -238,6 +244,22 @@ def test_mathematics(folder: Path, name: str) -> None:
         assert "Answer:" not in question_of(row)
     data = JsonlPrompts("out.jsonl")
     assert data.size == len(rows) and {"id", "answer", "source", "fingerprint"} <= set(data.example(0).columns)
+
+
+def test_copies_of_github(folder: Path) -> None:
+    """MATH has a pretty-printed file a problem; beside GSM8K's questions lie the same once more."""
+    _, given, answers, _ = MATHEMATICS["math"]
+    for number, row in enumerate(given):
+        file = folder / "MATH" / "train" / "algebra" / f"{number}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(row, indent=4))
+    assert prepare("math", folder / "MATH") == 0
+    assert [row["answer"] for row in results()[0]] == answers
+    for name in ("test", "test_socratic"):
+        write(folder / "data" / f"{name}.jsonl", MATHEMATICS["gsm8k"][1])
+    assert prepare("gsm8k", folder / "data" / "test.jsonl", "subset=null") == 0
+    rows, manifest = results()
+    assert len(rows) == len(MATHEMATICS["gsm8k"][2]) and [file["name"] for file in manifest["files"]] == ["test.jsonl"]
 
 
 def test_columns_that_go_on_and_ids(folder: Path) -> None:
@@ -353,6 +375,7 @@ def test_livecodebench(folder: Path) -> None:
         contest("p7 both", STDIN, private(json.dumps(CALL))),
         contest("p8 early", STDIN, private(json.dumps(STDIN)), contest_date="2024-01-01T00:00:00"),
         contest("p9 no name", CALL, private(json.dumps(CALL))),
+        contest("p0 no date", STDIN, private(json.dumps(STDIN)), contest_date="soon"),
     ]
     write(folder / "test6.jsonl", given)
     assert prepare("livecodebench", folder / "test6.jsonl", "gold.first_date=2024-08-01") == 0
@@ -368,6 +391,8 @@ def test_livecodebench(folder: Path) -> None:
     }
     assert rows[1]["starter_code"] == starter and starter.strip() in question_of(rows[1])
     details = {drop["id"]: drop["detail"] for drop in manifest["dropped"]}
+    assert manifest["counts"]["dates"] == 1 and manifest["counts"]["unusable"] == len(details) - 1
+    assert "no day: 'soon'" in details["p0 "]
     assert "more than one string" in details["p4 "] and "more than one string" in details["p5 "]
     assert "private_test_cases" in details["p6 "] and "neither stdin nor functional" in details["p7 "]
     assert "outside" in details["p8 "] and "func_name" in details["p9 "]
@@ -546,6 +571,10 @@ def test_bad_settings_are_one_line(folder: Path, refused: Callable[..., None]) -
     file = write(folder / "a.jsonl", [problem("a?", "1", difficulty=""), problem("b?", "1", difficulty="")])
     refused("polaris_53k", file, "template='{quest}'", words=("template: no column 'quest', did you mean",))
     refused("taco", file, "gold.max_tests=0", words=("max_tests: 0 must be at least 1",))
+    refused("livecodebench", file, "gold.first_date=2024-8-1", words=("first_date: '2024-8-1' is no day",))
+    refused("livecodebench", file, "gold.last_date=20", words=("last_date: 20 is no day; write it like",))
+    dates = ("gold.first_date=2025-01-02", "gold.last_date=2025-01-01")
+    refused("livecodebench", file, *dates, words=("first_date: 2025-01-02 is after last_date",))
     refused("polaris_53k", file, "limit=0", words=("limit: 0 must be at least 1",))
     refused("polaris_53k", file, "keep.answer=answer", words=("keep: 'answer' is a column that the preparation",))
     refused("polaris_53k", file, "keep.prompts=answer", words=("keep: no column may be called 'prompts'",))
@@ -558,6 +587,38 @@ def test_bad_settings_are_one_line(folder: Path, refused: Callable[..., None]) -
     refused(
         "polaris_53k", file, "gold.column=difficulty", words=("no example is left: 2 rows read, 0 kept; 2 dropped",)
     )
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"fingerprint": None}, "neither 'fingerprint' nor 'prompt'; there are fingerprint"),
+        ({"fingerprint": 3}, "fingerprint: must be text, not 3"),
+        ({"prompt": 3}, "the prompt must be text or a list of {role, content} messages, not 3"),
+        ({"prompt": [{"role": "user"}]}, "the prompt must be text or a list"),
+        ({"prompt": ["a"]}, "the prompt must be text or a list"),
+    ],
+)
+def test_evaluation_sets_that_cannot_be_excluded(folder, refused, row, words) -> None:
+    file = write(folder / "a.jsonl", [problem("a?", "1", difficulty="")])
+    write(folder / "b.jsonl", [{"fingerprint": None, "prompt": "C?"}, row])
+    refused("polaris_53k", file, "exclude=[b.jsonl]", words=(f"exclude: b.jsonl, line 2: {words}",))
+
+
+def test_days_are_written_as_text_and_other_types_are_named(folder: Path) -> None:
+    day = datetime.datetime(2024, 8, 1, 12, 30)
+    file = write(folder / "a.parquet", [problem("a?", "1", difficulty=day), problem("b?", "1", difficulty=day)])
+    assert prepare("polaris_53k", file) == 0
+    assert results()[0][0]["difficulty"] == "2024-08-01T12:30:00"
+    file = write(folder / "b.parquet", [problem("a?", "1", difficulty=b"x"), problem("b?", "1", difficulty=None)])
+    assert prepare("polaris_53k", file) == 0
+    assert results()[1]["dropped"][0]["detail"] == "difficulty: cannot be written as JSON: bytes is no JSON"
+
+
+def test_ids_under_drop_that_no_row_has_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(folder / "a.jsonl", [problem("a?", "1", difficulty="x"), problem("b?", "2", difficulty="x")])
+    assert prepare("polaris_53k", file, "drop={polaris_53k-000001: wrong, polaris-1: wrong}") == 0
+    assert "drop: no row has the id 'polaris-1'\n" in capsys.readouterr().out
 
 
 def test_rows_that_cannot_be_written_are_dropped_and_named(folder: Path) -> None:
