@@ -69,8 +69,8 @@ class EvalConfig:
         return ("dense", "sparse") if self.mode == "both" else (self.mode,)
 
     @property
-    def chosen(self) -> list[Benchmark]:
-        """The benchmarks to run, with nothing left to inherit."""
+    def filled(self) -> list[Benchmark]:
+        """All benchmarks, with nothing left to inherit."""
         return [
             replace(
                 benchmark,
@@ -81,8 +81,12 @@ class EvalConfig:
                 max_new_tokens=benchmark.max_new_tokens or self.engine.max_new_tokens,
             )
             for benchmark in self.benchmarks
-            if self.only is None or benchmark.name in self.only
         ]
+
+    @property
+    def chosen(self) -> list[Benchmark]:
+        """The benchmarks to run."""
+        return [benchmark for benchmark in self.filled if self.only is None or benchmark.name in self.only]
 
     def seed_of(self, benchmark: Benchmark) -> int:
         """Another one for each benchmark, however they are ordered; the same for dense and sparse."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sparrow.estimators import CONFIDENCE, RESAMPLES, Estimate, over_problems
-from sparrow.recipes.eval_store import SampleStore
+from sparrow.recipes.eval_store import SampleStore, figures_of
 from sparrow.recipes.evaluate import Judged, of_samples, per_problem
 
 Result = dict[str, Any]  # of one benchmark and mode
@@ -48,6 +48,28 @@ def differences(dense: Mapping[str, list[float]], sparse: Mapping[str, list[floa
     }
 
 
+def joined(output_dir: Path, settings: Mapping[tuple[str, str], dict[str, Any]]) -> dict[str, Result]:
+    """The figures of all that is complete in the folder and has these settings, whichever command measured it.
+
+    Args:
+        output_dir: of the evaluation.
+        settings: by benchmark and mode, dense first; not those of the data, where it was not read.
+    """
+    results: dict[str, Result] = {}
+    of_dense: dict[str, Any] = {}
+    for (name, mode), wanted in settings.items():
+        figures = figures_of(output_dir / name / mode, wanted)
+        if figures is None or figures["data"] != of_dense.get(name, figures)["data"]:
+            continue
+        one = results.setdefault(name, figures["about"])
+        one[mode] = figures["result"]
+        if mode == "dense":
+            of_dense[name] = figures
+        elif name in of_dense:
+            one["sparse_minus_dense"] = differences(of_dense[name]["problems"], figures["problems"])
+    return results
+
+
 def write_results(file: Path, run: Mapping[str, Any], benchmarks: Mapping[str, Any]) -> None:
     """`file` is the old one or the new one at every moment."""
     method = f"{CONFIDENCE:.0%} percentile bootstrap over problems, {RESAMPLES} resamples"
@@ -63,7 +85,7 @@ def tokens_per_second(store: SampleStore) -> float:
 
 
 def tables(benchmarks: Mapping[str, Mapping[str, Any]], speeds: Mapping[tuple[str, str], float]) -> list[str]:
-    """Accuracy of each benchmark and mode, and what the sparse ones cost."""
+    """Accuracy of each benchmark and mode, and what the sparse ones cost; no speed of those of earlier commands."""
     modes = [mode for mode in ("dense", "sparse") if any(mode in one for one in benchmarks.values())]
     header = ["benchmark", "figure", *modes]
     both = len(modes) == 2
@@ -71,7 +93,7 @@ def tables(benchmarks: Mapping[str, Mapping[str, Any]], speeds: Mapping[tuple[st
     lines = _aligned([header + ["sparse - dense"] * both, *body])
     costs = [["benchmark", "mode", "KV read", "tokens/s", "mean length", "cut", "unscored", "outcomes"]]
     costs += [
-        _cost(name, mode, one[mode], speeds[name, mode])
+        _cost(name, mode, one[mode], speeds.get((name, mode)))
         for name, one in benchmarks.items()
         for mode in modes
         if mode in one
@@ -98,10 +120,14 @@ def _shown(estimate: Mapping[str, Any], sign: str = "") -> str:
     return text if known.low is None else f"{text} [{known.low:{sign}.3f}, {known.high:{sign}.3f}]"
 
 
-def _cost(name: str, mode: str, result: Result, speed: float) -> list[str]:
+def _cost(name: str, mode: str, result: Result, speed: float | None) -> list[str]:
     ratio = "-" if result["kv_read_ratio"] is None else f"{result['kv_read_ratio']:.2f}"
     outcomes = ", ".join(f"{key} {value:.0f}" for key, value in result["outcomes"].items()) or "-"
-    figures = [f"{speed:.0f}", f"{result['mean_length']:.0f}", f"{result['clipped_ratio']:.1%}"]
+    figures = [
+        "-" if speed is None else f"{speed:.0f}",
+        f"{result['mean_length']:.0f}",
+        f"{result['clipped_ratio']:.1%}",
+    ]
     return [name, mode, ratio, *figures, f"{result['unscored']:.0f}", outcomes]
 
 

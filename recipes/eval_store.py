@@ -3,6 +3,7 @@
     lock             held by the process that writes the others
     settings.json    what the samples depend on
     samples.jsonl    one line a sample, ordered by prompt and sample
+    figures.json     what came of them, once all are there
     windows.jsonl    one line a window that is complete: how long it took, what its reward counted
 
 A window counts once its line in windows.jsonl is whole; what stands in samples.jsonl after the last one is dropped by
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from sparrow.errors import UserError
+
+_SETTINGS, _SAMPLES, _FIGURES = "settings.json", "samples.jsonl", "figures.json"
 
 
 class SampleStore:
@@ -40,7 +43,7 @@ class SampleStore:
 
     def __init__(self, folder: Path, settings: dict[str, Any], planned: int) -> None:
         self.folder, self.settings = folder, settings
-        self._settings, self._samples = folder / "settings.json", folder / "samples.jsonl"
+        self._settings, self._samples = folder / _SETTINGS, folder / _SAMPLES
         self._windows = folder / "windows.jsonl"
         self._lock = _locked(folder)
         try:
@@ -58,13 +61,12 @@ class SampleStore:
         if self.windows:
             self._compare()
         else:
-            part = self._settings.with_suffix(".part")
-            part.write_text(json.dumps(self.settings, indent=2) + "\n", encoding="utf-8")
-            os.replace(part, self._settings)
+            _write(self._settings, self.settings)
         if len(self.windows) > planned:
-            raise UserError(
-                f"output_dir: {self._windows} has {len(self.windows)} windows, there are {planned}; {self._remedy}"
-            )
+            words = f"{self._windows} has {len(self.windows)} windows, there are {planned}"
+            raise UserError(f"output_dir: {words}; {_remedy(self.folder)}")
+        if len(self.windows) < planned:
+            (self.folder / _FIGURES).unlink(missing_ok=True)
         self._truncate()
 
     def append(self, rows: Sequence[dict[str, Any]], window: dict[str, Any]) -> None:
@@ -77,6 +79,10 @@ class SampleStore:
             file.write(_line({**window, "samples_end": end}))
             _reach_disk(file)
         self.windows.append({**window, "samples_end": end})
+
+    def finish(self, figures: dict[str, Any]) -> None:
+        """Writes what came of all samples, for `figures_of`."""
+        _write(self.folder / _FIGURES, figures)
 
     def samples(self) -> Iterator[dict[str, Any]]:
         """All of them, in order, without the texts, which can be gigabytes."""
@@ -98,20 +104,16 @@ class SampleStore:
             end = ends[-1]
             enough = end == 0 or self._samples.stat().st_size >= end
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"output_dir: {self._windows} is damaged ({error}); {self._remedy}") from error
+            raise UserError(f"output_dir: {self._windows} is damaged ({error}); {_remedy(self.folder)}") from error
         if not enough:
-            raise UserError(f"output_dir: {self._samples} is shorter than {end} bytes; {self._remedy}")
+            raise UserError(f"output_dir: {self._samples} is shorter than {end} bytes; {_remedy(self.folder)}")
         return windows
-
-    @property
-    def _remedy(self) -> str:
-        return f"remove {self.folder}, and the same command makes its samples anew"
 
     def _compare(self) -> None:
         try:
             before = dict(json.loads(self._settings.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"output_dir: {self._settings} cannot be read ({error}); {self._remedy}") from error
+            raise UserError(f"output_dir: {self._settings} cannot be read ({error}); {_remedy(self.folder)}") from error
         now = json.loads(json.dumps(self.settings))
         names = [key for key in {**before, **now} if before.get(key) != now.get(key)]
         if names:
@@ -128,6 +130,38 @@ class SampleStore:
         for path, size in ((self._samples, end), (self._windows, whole)):
             if path.is_file():
                 os.truncate(path, size)
+
+
+def figures_of(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """What `finish` wrote, in this process or another; None where the folder has nothing, or other settings.
+
+    Args:
+        folder: of a benchmark and mode.
+        settings: some of those of `SampleStore`.
+
+    Raises:
+        UserError: a file of it is damaged.
+    """
+    files = [folder / name for name in (_SETTINGS, _FIGURES, _SAMPLES)]
+    if not all(file.is_file() for file in files):
+        return None
+    try:
+        before, figures = (dict(json.loads(file.read_text(encoding="utf-8"))) for file in files[:2])
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"output_dir: {folder} has a damaged file ({error}); {_remedy(folder)}") from error
+    now = json.loads(json.dumps(settings))
+    return figures if before | now == before else None
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """`path` is the old file or the new one at every moment."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(part, path)
+
+
+def _remedy(folder: Path) -> str:
+    return f"remove {folder}, and the same command makes its samples anew"
 
 
 def _locked(folder: Path) -> int:

@@ -33,9 +33,9 @@ from sparrow.models.merge import merge_adapter
 from sparrow.models.tokenizer import tokenizer_of_model
 from sparrow.protocols import AdaptiveBudget, KVCache
 from sparrow.recipes.eval_benchmark import Task, load_task, plan_lines
-from sparrow.recipes.eval_config import EvalConfig, Mode, check, check_windows, windows
+from sparrow.recipes.eval_config import Benchmark, EvalConfig, Mode, check, check_windows, windows
 from sparrow.recipes.eval_progress import SampleProgress
-from sparrow.recipes.eval_report import differences, result_of, tables, tokens_per_second, write_results
+from sparrow.recipes.eval_report import joined, result_of, tables, tokens_per_second, write_results
 from sparrow.recipes.eval_store import SampleStore
 from sparrow.recipes.evaluate import encode_prompt, generate, gives_answers, judge, stop_between_tokens
 from sparrow.recipes.grpo_report import decode_responses
@@ -114,21 +114,26 @@ class SparrowEval:
         return notes + [f"its P5 was measured at temperature {made_for.temperature}, not at {t}" for t in sorted(at)]
 
     def _open_stores(self) -> None:
+        self.settings = {(one.name, mode): self._settings(one, mode) for one in self.cfg.filled for mode in self.caches}
         for task in self.tasks:
-            planned = len(self._windows(task.name))
+            of_data = {"prompts": task.size, "data": task.fingerprint()}
+            for mode in self.caches:
+                self.settings[task.name, mode] |= of_data
             for mode in self.cfg.modes:
-                folder = self.output_dir / task.name / mode
-                self.stores[task.name, mode] = SampleStore(folder, self._settings(task, mode), planned)
+                folder, settings = self.output_dir / task.name / mode, self.settings[task.name, mode]
+                self.stores[task.name, mode] = SampleStore(folder, settings, len(self._windows(task.name)))
 
-    def _settings(self, task: Task, mode: Mode) -> dict[str, Any]:
-        """What the samples depend on. How many rows, tokens of the pool and processes there are only rounds."""
+    def _settings(self, benchmark: Benchmark, mode: Mode) -> dict[str, Any]:
+        """What the samples depend on, but for the data. How many rows, tokens of the pool and processes there are only
+        rounds."""
         cfg, cache = self.cfg, self.caches[mode]
         kv_cache = cfg.kv_cache if mode == "sparse" else None
         adapter = None if cfg.adapter is None else Path(cfg.adapter)
+        assert benchmark.sampling is not None
         return {
             "model": cfg.model,
             "model.weights": fingerprint(self.folder),
-            "eos_ids": sorted(self.tokenizer.eos_ids),
+            "eos_ids": list(self.tokenizer.eos_ids),
             "adapter": cfg.adapter,
             "adapter.weights": adapter and fingerprint(adapter),
             "dtype": cfg.dtype,
@@ -137,12 +142,11 @@ class SparrowEval:
             "kv_cache.page_size": cache.page_size,
             "seed": cfg.seed,
             "prompts_per_window": cfg.prompts_per_window,
-            "prompts": task.size,
-            "data": task.fingerprint(),
-            "reward": yaml.safe_load(to_yaml(task.settings.reward)),
-            "num_samples": task.settings.num_samples,
-            "max_new_tokens": task.settings.max_new_tokens,
-            **{f"sampling.{key}": value for key, value in asdict(task.sampling).items()},
+            "reward": yaml.safe_load(to_yaml(benchmark.reward)),
+            "num_samples": benchmark.num_samples,
+            "max_new_tokens": benchmark.max_new_tokens,
+            "enable_thinking": benchmark.enable_thinking,
+            **{f"sampling.{key}": value for key, value in asdict(benchmark.sampling).items()},
         }
 
     def _print_plan(self) -> None:
@@ -169,18 +173,16 @@ class SparrowEval:
 
     def train(self) -> None:
         """Each benchmark, dense and then sparse; figures after each of them."""
-        problems: dict[tuple[str, Mode], dict[str, list[float]]] = {}
-        results: dict[str, dict[str, Any]] = {}
         try:
             for task in self.tasks:
                 for mode in self.cfg.modes:
                     self._run(task, mode)
                     if distributed.rank() == 0:
-                        self._add_result(results, problems, task, mode)
+                        self._finish(task, mode)
         except Interrupted:
             raise Interrupted(f"stopped; the same command goes on from the samples in {self.output_dir}") from None
         if distributed.rank() == 0:
-            self._print_tables(results)
+            self._print_tables()
 
     def _run(self, task: Task, mode: Mode) -> None:
         """The windows that are missing."""
@@ -238,25 +240,22 @@ class SparrowEval:
 
     # Results
 
-    def _add_result(
-        self,
-        results: dict[str, dict[str, Any]],
-        problems: dict[tuple[str, Mode], dict[str, list[float]]],
-        task: Task,
-        mode: Mode,
-    ) -> None:
-        store, N = self.stores[task.name, mode], task.settings.num_samples
-        result, problems[task.name, mode] = result_of(store, N, gives_answers(task.reward))
-        one = results.setdefault(task.name, task.description() | {"seed": self.cfg.seed_of(task.settings)})
-        one[mode] = result
-        if mode == "sparse" and "dense" in one:
-            one["sparse_minus_dense"] = differences(*(problems[task.name, m] for m in self.cfg.modes))
+    def _finish(self, task: Task, mode: Mode) -> None:
+        store = self.stores[task.name, mode]
+        result, problems = result_of(store, task.settings.num_samples, gives_answers(task.reward))
+        about = task.description() | {"seed": self.cfg.seed_of(task.settings)}
+        data = self.settings[task.name, mode]["data"]
+        store.finish({"data": data, "about": about, "result": result, "problems": problems})
         run = {"model": self.cfg.model, "adapter": self.cfg.adapter, "seed": self.cfg.seed}
-        write_results(self.output_dir / "results.json", run, results)
+        write_results(self.output_dir / "results.json", run, joined(self.output_dir, self.settings))
 
-    def _print_tables(self, results: dict[str, dict[str, Any]]) -> None:
+    def _print_tables(self) -> None:
+        results = joined(self.output_dir, self.settings)
         speeds: dict[tuple[str, str], float] = {key: tokens_per_second(store) for key, store in self.stores.items()}
         print("\n".join(["", *tables(results, speeds)]))
+        measured = [(name, mode) for name, one in results.items() for mode in ("dense", "sparse") if mode in one]
+        if earlier := [f"{name}, {mode}" for name, mode in measured if (name, mode) not in speeds]:
+            print(f"of earlier commands, with the same settings: {'; '.join(earlier)}")
         print(f"results  {self.output_dir / 'results.json'}", flush=True)
 
     def cleanup(self) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparrow.errors import UserError
-from sparrow.recipes.eval_store import SampleStore
+from sparrow.recipes.eval_store import SampleStore, figures_of
 
 SETTINGS = {"model": "m", "sampling.temperature": 0.6}
 WINDOWS = [[{"sample": 4 * w + i, "answer": "x" * i, "response": "r\u2028\n"} for i in range(3)] for w in range(4)]
@@ -118,3 +118,19 @@ def test_more_windows_than_there_are_and_damaged_lines_are_refused(tmp_path):
         (tmp_path / "windows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in damaged))
         with pytest.raises(UserError, match=r"windows\.jsonl is damaged"):
             opened(tmp_path)
+
+
+def test_figures_are_of_complete_samples_with_these_settings(tmp_path):
+    store = write(tmp_path)
+    assert figures_of(tmp_path, SETTINGS) is None
+    store.finish({"result": {"mean": 0.1}})
+    assert figures_of(tmp_path, {"model": "m"}) == figures_of(tmp_path, SETTINGS) == {"result": {"mean": 0.1}}
+    assert figures_of(tmp_path, {"model": "another"}) is figures_of(tmp_path, {"adapter": "a"}) is None
+    (tmp_path / "figures.json").write_text("{")
+    with pytest.raises(UserError, match="has a damaged file"):
+        figures_of(tmp_path, SETTINGS)
+    store.finish({})
+    log = tmp_path / "windows.jsonl"
+    log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:2]))
+    opened(tmp_path)
+    assert figures_of(tmp_path, SETTINGS) is None, "samples are missing again"

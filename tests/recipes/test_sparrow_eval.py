@@ -300,6 +300,34 @@ def test_bad_input_is_named(arguments, capsys, tmp_path, overrides, words):
     assert not list(tmp_path.glob("eval/pointers/*/samples.jsonl"))
 
 
+def test_results_have_what_earlier_commands_measured(evaluate, judged, tmp_path, capsys):
+    chase = "sparrow.components.pointer_chase"
+    reward = f"{{_component_: sparrow.components.reward.DottedReward, function: {chase}.pointer_progress}}"
+    own = "data: {_component_: sparrow.components.data.JsonlPrompts, path: '${data_dir}/prompts.jsonl'}"
+    made = f"data: {{_component_: {chase}.PointerChase, nodes: 5, hops: 2}}, prompts: 3"
+    first = f"{{name: pointers, num_samples: 4, {own}, reward: {reward}}}"
+    second = f"{{name: more, num_samples: 2, {made}, reward: {reward}}}"
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(file.read_text().replace('"answer": ""', '"answer": "x"').replace('"answer"', '"response"'))
+    config = [f"data_dir={tmp_path}", f"benchmarks=[{first}, {second}]"]
+    whole = evaluate(*config, "mode=both", name="whole")
+    evaluate(*config, "only=[pointers]", "mode=dense")
+    file.rename(tmp_path / "away.jsonl")  # a benchmark that is not chosen is not read
+    evaluate(*config, "only=[more]", "mode=both")
+    (tmp_path / "away.jsonl").rename(file)
+    capsys.readouterr()
+    assert evaluate(*config, "only=[pointers]", "mode=sparse") == whole
+    assert "of earlier commands, with the same settings: pointers, dense; more, dense; more, sparse" in (
+        capsys.readouterr().out
+    )
+    # Of other settings, they are not of this evaluation.
+    other = [override.replace("num_samples: 2", "num_samples: 2, max_new_tokens: 9") for override in config]
+    changed = evaluate(*other, "only=[pointers]", "mode=sparse")
+    assert list(changed["benchmarks"]) == ["pointers"]
+    shutil.rmtree(tmp_path / "eval" / "pointers" / "dense")
+    assert "dense" not in evaluate(*config, "only=[pointers]", "mode=sparse")["benchmarks"]["pointers"]
+
+
 def test_two_at_once_are_refused(arguments, evaluate, tmp_path, capsys):
     """The second one would append to the files of the first."""
     store = SampleStore(tmp_path / "eval" / "pointers" / "dense", {}, 4)
