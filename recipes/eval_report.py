@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sparrow.estimators import CONFIDENCE, RESAMPLES, Estimate, over_problems
+from sparrow.recipes.eval_config import Mode
 from sparrow.recipes.eval_store import SampleStore, figures_of
 from sparrow.recipes.evaluate import Judged, of_samples, per_problem
 
@@ -48,7 +49,7 @@ def differences(dense: Mapping[str, list[float]], sparse: Mapping[str, list[floa
     }
 
 
-def joined(output_dir: Path, settings: Mapping[tuple[str, str], dict[str, Any]]) -> dict[str, Result]:
+def joined(output_dir: Path, settings: Mapping[tuple[str, Mode], dict[str, Any]]) -> dict[str, Result]:
     """The figures of all that is complete in the folder and has these settings, whichever command measured it.
 
     Args:
