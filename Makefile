@@ -24,7 +24,7 @@ demo: setup
 	$(BIN)/tune run --nproc_per_node 2 sparrow_grpo --config tiny resume=auto
 
 test: lint types
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check

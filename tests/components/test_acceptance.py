@@ -147,7 +147,7 @@ def test_summary_by_hand() -> None:
         top_k_T=alpha_T / 2,
     )  # fmt: skip
     summary = AcceptanceTail().summary(given)
-    pooled = {name: value for name, value in summary.items() if "_bin/" not in name}
+    pooled = {name: value for name, value in summary.items() if "_bin/" not in name and "/histogram/" not in name}
     k3 = 1 - math.log(2)
     assert pooled == pytest.approx(
         {
@@ -171,6 +171,12 @@ def test_summary_by_hand() -> None:
     assert summary["acceptance/tokens_bin/0"] == 11.0
     assert summary["acceptance/p5_bin/4000"] == pytest.approx(0.5725)  # .55 .. 1, at .05 * 9 = .45 steps
     assert summary["acceptance/tokens_bin/4000"] == 10.0
+
+
+def test_the_histogram_has_twenty_cells_and_one_stands_in_the_last() -> None:
+    summary = AcceptanceTail().summary(tokens(torch.tensor([0.01, 0.07, 0.93, 0.99, 1.0, math.nan])))
+    cells = [summary[f"acceptance/histogram/{cell}"] for cell in range(20)]
+    assert cells == [1.0, 1.0, *[0.0] * 16, 1.0, 2.0]
 
 
 def test_summary_leaves_out_and_counts_non_finite_tokens() -> None:
