@@ -18,8 +18,7 @@ from torch import Tensor
 
 from sparrow.components.acceptance import TAIL
 from sparrow.components.budget import StepSchedule, StepTable
-from sparrow.components.schedule_file import check_whole
-from sparrow.components.tail_controller import quantile_interval
+from sparrow.components.tail_controller import check_evidence, quantile_interval
 from sparrow.errors import UserError
 from sparrow.protocols import RunSettings
 from sparrow.training.quantiles import UNIT_EDGES, Histogram, cell_counts, quantile
@@ -54,10 +53,7 @@ class PhasedBudget:
         correlated_tokens: int = 8,
     ) -> None:
         counts = {"patience": patience, "min_tokens": min_tokens, "correlated_tokens": correlated_tokens}
-        for key, value in counts.items():
-            check_whole(key, value, "PhasedBudget")
-        if not 0 <= margin < 1 or not 0 < confidence < 1:
-            raise UserError(f"PhasedBudget: margin {margin} and confidence {confidence} must be between 0 and 1")
+        check_evidence("PhasedBudget", margin, confidence, counts)
         self.start, self.schedules = first, (first, cheaper)
         self.margin, self.patience, self.min_tokens = margin, patience, min_tokens
         self.confidence, self.correlated_tokens = confidence, correlated_tokens

@@ -68,10 +68,7 @@ class TailController:
         correlated_tokens: int = 8,
     ) -> None:
         counts = {"patience": patience, "min_tokens": min_tokens, "correlated_tokens": correlated_tokens}
-        for key, value in counts.items():
-            check_whole(key, value, "TailController")
-        if not 0 <= margin < 1 or not 0 < confidence < 1:
-            raise UserError(f"TailController: margin {margin} and confidence {confidence} must be between 0 and 1")
+        check_evidence("TailController", margin, confidence, counts)
         self.start, self.grid_L = start, _bounded(GRID if grid is None else grid, least, most)
         self.margin, self.patience, self.min_tokens = margin, patience, min_tokens
         self.confidence, self.correlated_tokens = confidence, correlated_tokens
@@ -214,6 +211,14 @@ class TailController:
                 f"{self.grid_L[-1]} of the grid (grid, least, most)"
             )
         return next(level for level, budget in enumerate(self.grid_L) if budget >= pages)
+
+
+def check_evidence(who: str, margin: float, confidence: float, counts: dict[str, int]) -> None:
+    """UserError where what a budget that follows the tail takes for evidence is out of range."""
+    for key, value in counts.items():
+        check_whole(key, value, who)
+    if not 0 <= margin < 1 or not 0 < confidence < 1:
+        raise UserError(f"{who}: margin {margin} and confidence {confidence} must be between 0 and 1")
 
 
 def quantile_interval(values: Ordered, level: float, confidence: float, draws: int) -> tuple[float, float]:

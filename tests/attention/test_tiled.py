@@ -226,10 +226,9 @@ def test_tiles_fill_their_rows(group, half, full):
     assert queries_per_tile(group, torch.float32) == full
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(("head_dim", "heads"), [(64, (14, 2)), (128, (32, 8)), (256, (4, 1))])
 def test_four_thousand_tokens_on_cuda(device, head_dim, heads):
-    if device.type == "cpu":
-        pytest.skip("too long for Triton's interpreter")
     lengths, prompts = [2900, 1196], [700, 31]
     budget = StepSchedule(pages=[16, 24, 40], bin_width=1000)
     rule = SparsePattern(budget, HeadSoftmaxSelector(), 16, 1, 2, 2)

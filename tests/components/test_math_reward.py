@@ -15,7 +15,10 @@ from sparrow.components.math_rules import by_numbers
 from sparrow.errors import UserError
 
 from .math_cases import BOXED
+from .math_collections import COLLECTIONS
 from .math_responses import KNOWN_WRONG, WHOLE
+
+FAMILIES = BOXED | COLLECTIONS
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +30,7 @@ def reward() -> Iterator[MathReward]:
 
 def cases() -> list[tuple[str, str, str, int | str]]:
     boxed = [
-        (family, rf"Hence \boxed{{{box}}}", gold, want) for family, rows in BOXED.items() for box, gold, want in rows
+        (family, rf"Hence \boxed{{{box}}}", gold, want) for family, rows in FAMILIES.items() for box, gold, want in rows
     ]
     return boxed + [(family, text, gold, want) for family, rows in WHOLE.items() for text, gold, want in rows]
 
@@ -50,7 +53,7 @@ def verdicts(reward: MathReward) -> dict[tuple[str, str], int | str]:
     }
 
 
-@pytest.mark.parametrize("family", [*BOXED, *WHOLE])
+@pytest.mark.parametrize("family", [*FAMILIES, *WHOLE])
 def test_family(family: str, verdicts: dict[tuple[str, str], int | str]) -> None:
     rows = [case for case in cases() if case[0] == family]
     assert rows

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import pytest
 
 from sparrow.recipes import sparrow_grpo, sparrow_sft
+
+from .prepare_sets import PARTS
 
 HERE = Path(__file__).parent
 
@@ -40,6 +43,15 @@ def grpo(arguments: Callable[..., list[str]], tmp_path: Path) -> Callable[..., l
         return metrics(tmp_path / name)
 
     return run
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of a user with components of their own."""
+    (tmp_path / "prepare_parts.py").write_text(PARTS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "prepare_parts", raising=False)
+    return tmp_path
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
