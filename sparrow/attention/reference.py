@@ -28,7 +28,7 @@ def select_reference(
     candidates = list(range(sink_pages, num_pages - recent_pages))
     complete = keys_TKD[: (num_pages - 1) * page_size].unflatten(0, (num_pages - 1, page_size))  # [P-1, page, K, D]
     landmarks_KPMD = selector.landmarks(complete.permute(2, 0, 1, 3))
-    eligible_P = torch.zeros(num_pages - 1, dtype=torch.bool)
+    eligible_P = torch.zeros(num_pages - 1, dtype=torch.bool, device=q_HD.device)
     eligible_P[candidates] = True
     scores_KP = selector.score(q_HD.view(1, K, -1, D), landmarks_KPMD[None], eligible_P[None])[0]
     reserved = list(range(sink_pages)) + list(range(num_pages - recent_pages, num_pages))
