@@ -17,7 +17,7 @@ from sparrow.engine.engine import Engine, EngineConfig
 from sparrow.engine.sampler import SamplingParams
 from sparrow.engine.weights import MergedWeights
 from sparrow.errors import UserError
-from sparrow.models.checkpoint import save_decoder
+from sparrow.models.checkpoint import load_decoder, save_decoder
 from sparrow.models.decoder import Decoder, InitOptions
 from sparrow.models.decoder_config import DecoderConfig
 from sparrow.training.logprob import score_tokens
@@ -106,6 +106,36 @@ def test_peft_loads_the_exported_adapter_onto_transformers_model(tmp_path):
         # LoRA on all linear layers: a key that were missed would leave its matrix B at zero.
         theirs = PeftModel.from_pretrained(base, tmp_path / "adapter")(TOKENS[None]).logits[0]
     torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.real
+def test_of_a_real_model_too(real_checkpoint, tmp_path):
+    """Dense log-probs to the last bit with the adapter loaded and disabled; logits equal after export and reload."""
+    tokens_T = torch.randint(1000, (200,), generator=torch.Generator().manual_seed(0))
+
+    @torch.no_grad()
+    def logprobs(model: Decoder) -> torch.Tensor:
+        hidden_TE = model(tokens_T, torch.arange(200), PackedCausal([200]))
+        return model.logits(hidden_TE).log_softmax(-1)
+
+    model = load_decoder(real_checkpoint)
+    before = logprobs(model)
+    distiller = LoRADistiller(learning_rate=1e-3)
+    distiller.attach(model)
+    with torch.no_grad():
+        for parameter in distiller.adapter.values():
+            parameter.normal_(std=0.02)
+    assert torch.equal(logprobs(model), before)
+    with distiller.rollout():
+        ours = logprobs(model)
+    assert (ours - before).abs().max() > 1e-2
+    assert torch.equal(logprobs(model), before)
+    distiller.export(tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(real_checkpoint, dtype=torch.float32)
+    with torch.no_grad():
+        theirs = PeftModel.from_pretrained(base, tmp_path / "adapter")(tokens_T[None]).logits[0].log_softmax(-1)
+    print(f"\nafter export and reload by peft: max difference {(theirs - ours).abs().max():.2e} nats")
+    torch.testing.assert_close(theirs, ours, atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize(
