@@ -3,8 +3,9 @@
   python tools/bench_training.py logprob --model 4b --tokens 32768
   python tools/bench_training.py step --model 1.7b --tokens 32768 --documents 4 --activation-checkpointing
   python tools/bench_training.py attention --model 4b --tokens 16384 --schedule qwen3-4b-0.86
+  python tools/bench_training.py rl --model 1.7b --rollouts makespan_1.7b.json --activation-checkpointing
 
-Both run on a CPU too, to try them: --model tiny --tokens 256. docs/training.md says how each mode measures.
+All run on a CPU too, to try them: --model tiny --tokens 256. docs/training.md says how each mode measures.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from rollout_shapes import MODELS, SELECTORS
 from tool_results import benchmark
 from training_attention import measure_attention, show_attention
 from training_logprob import measure_logprob, show_logprob
+from training_rl import RLOptions, measure_rl, show_rl
 from training_step import OPTIMIZERS, StepOptions, measure_step, show_step
 
 from sparrow.attention.dense import BACKENDS
@@ -62,26 +64,45 @@ def _attention(args: argparse.Namespace, device: torch.device) -> dict[str, Any]
     return result
 
 
+def _rl(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    options = RLOptions(
+        args.model, args.micro_batch_tokens, args.samples, args.top_k, args.optimizer, args.attention, args.chunk,
+        args.activation_checkpointing or args.offload_activations, args.offload_activations, args.compile, args.sync_s,
+    )  # fmt: skip
+    result = measure_rl(args.rollouts, options, device)
+    print(show_rl(result), flush=True)
+    return result
+
+
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     modes = parser.add_subparsers(dest="mode", required=True)
     logprob = _mode(modes, "logprob", _logprob, "log-prob, entropy and top-k, against the bare matmul of the head")
-    logprob.add_argument("--top-k", type=int, default=20)
     step = _mode(modes, "step", _step, "forward, backward and optimizer step of packed sequences")
     step.add_argument("--documents", type=_count, default=1, help="of unequal lengths, that the tokens are packed from")
-    step.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
-    step.add_argument("--attention", choices=BACKENDS, default="auto")
-    step.add_argument("--activation-checkpointing", action="store_true")
-    step.add_argument("--offload-activations", action="store_true")
-    step.add_argument("--compile", action="store_true")
     step.add_argument("--beside-gib", type=float, default=0.0, help="GiB that the engine's weights would hold")
-    for parts in (logprob, step):
-        parts.add_argument("--chunk", type=_count, default=1024, help="tokens whose logits are held at a time")
     attention = _mode(modes, "attention", _attention, "sparse attention of distilling, beside dense, of one layer")
     attention.add_argument("--schedule", required=True, help="its name, or the tokens that a query may read")
     attention.add_argument("--selector", choices=SELECTORS, default="head_softmax")
     attention.add_argument("--prompt", type=_count, default=256)
     attention.add_argument("--likeness", type=float, default=0.9, help="correlation of neighbouring queries")
+    rl = _mode(modes, "rl", _rl, "an RL step, dense and sparse, from makespans of bench_rollout.py")
+    rl.add_argument("--rollouts", type=Path, required=True, help="JSON file of bench_rollout.py makespan")
+    rl.add_argument("--micro-batch-tokens", type=_count, default=40960)
+    rl.add_argument("--samples", type=_count, default=4, help="micro-batches that are run")
+    rl.add_argument("--sync-s", type=float, default=0.0, help="seconds of the weight sync, from bench_sync.py")
+    for tokens in (logprob, step, attention):
+        tokens.add_argument("--tokens", type=_count, default=32768)
+    for sets in (logprob, rl):
+        sets.add_argument("--top-k", type=_count, default=20)
+    for parts in (logprob, step, rl):
+        parts.add_argument("--chunk", type=_count, default=1024, help="tokens whose logits are held at a time")
+    for trains in (step, rl):
+        trains.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+        trains.add_argument("--attention", choices=BACKENDS, default="auto")
+        trains.add_argument("--activation-checkpointing", action="store_true")
+        trains.add_argument("--offload-activations", action="store_true")
+        trains.add_argument("--compile", action="store_true")
     return parser.parse_args(argv)
 
 
@@ -89,7 +110,6 @@ def _mode(modes: Any, name: str, run: Callable[..., dict[str, Any]], text: str) 
     parser: argparse.ArgumentParser = modes.add_parser(name, help=text)
     parser.set_defaults(run=run)
     parser.add_argument("--model", choices=MODELS, required=True)
-    parser.add_argument("--tokens", type=_count, default=32768)
     parser.add_argument("--out", type=Path, help="JSON file")
     return parser
 

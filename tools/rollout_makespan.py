@@ -55,6 +55,7 @@ class MakespanResult:
     """One row of the table. `ms_per_step`, `gb_s` and its share of the roof are of the decode steps alone.
 
     Attributes:
+        prompt_lengths, response_lengths: of the queue, in tokens; responses are prompt-major, as many of each prompt.
         stride: steps that one stands for; above 1 the run is sampled, see the module.
         tail_share: of the time, with fewer than a quarter of `peak_rows` rows.
         outside_graphs_share: of decode steps and what the host does between them, the latter.
@@ -68,6 +69,8 @@ class MakespanResult:
     selector: str
     requests: int
     lengths: LengthSummary
+    prompt_lengths: list[int]
+    response_lengths: list[int]
     stride: int
     makespan_s: float
     tokens_per_s: float
@@ -119,6 +122,8 @@ def summarise(
         selector=selector,
         requests=len(limits),
         lengths=LengthSummary.of(limits),
+        prompt_lengths=[len(prompt) for prompt in run.queue.prompts],
+        response_lengths=limits,
         stride=run.sizes.stride,
         makespan_s=makespan,
         tokens_per_s=sum(limits) / makespan,

@@ -56,7 +56,7 @@ def measure_step(options: StepOptions, device: torch.device) -> dict[str, Any]:
     config = model_config(options.model)
     flop_per_s = measure_flop_per_s(device)
     beside = torch.empty(int(options.beside_gib * 2**30), dtype=torch.uint8, device=device)
-    model = _random_decoder(config, device)
+    model = random_policy(config, device)
     prepare_layers(model, options.recompute, options.offload, options.compiled)
     optimizer = OPTIMIZERS[options.optimizer].build(model.named_parameters())
     lengths = _lengths(options.tokens, options.documents)
@@ -90,7 +90,7 @@ def show_step(result: dict[str, Any]) -> str:
     )
 
 
-def _random_decoder(config: DecoderConfig, device: torch.device) -> Decoder:
+def random_policy(config: DecoderConfig, device: torch.device) -> Decoder:
     """fp32 master weights drawn on the device; on CUDA forward and backward see bf16 copies of them."""
     with torch.device(device):
         model = Decoder(config)
