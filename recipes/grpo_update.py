@@ -100,7 +100,7 @@ class PolicyUpdate:
         assert batch.dense_logprobs_T is not None and batch.advantages_S is not None and batch.correction_T is not None
         hidden_NE = response_hidden(self.model, micro, DenseAttention(self.cfg.attention, micro.lengths, self.device))
         logprobs_N, _ = token_logprobs(
-            hidden_NE, self.model.logits, micro.targets_N, cfg.sampling.temperature, cfg.logprob_chunk
+            hidden_NE, self.model.summing_head(), micro.targets_N, cfg.sampling.temperature, cfg.logprob_chunk
         )
         sequence_N = batch.sequence_T[micro.index_N]
         reference_T = batch.reference_logprobs_T

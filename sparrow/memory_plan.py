@@ -171,8 +171,8 @@ def _forward(job: Job) -> Iterator[Part]:
     yield Part("activations of the layer at work", "micro_batch_tokens", work, ("score", "update"))
     logits = LOGITS_HELD * job.logprob_chunk * config.vocab_size * FP32
     yield Part("logits of a chunk", "logprob_chunk", logits, ("score", "update"))
-    # One chunk's is added to that of those before it.
-    head = 2 * config.vocab_size * config.hidden_size * dtype.itemsize
+    # An fp32 sum; in fp32 autograd adds one chunk's to that of those before it.
+    head = (2 if dtype == torch.float32 else 1) * config.vocab_size * config.hidden_size * FP32
     yield Part("head's gradient, chunk by chunk", "model", head, ("update",))
 
 

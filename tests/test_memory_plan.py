@@ -148,7 +148,7 @@ def test_forward_and_backward_stay_below_the_plan(dtype: torch.dtype, activation
     tracker.track_external(model)
     with tracker:
         hidden = model(ids, torch.arange(tokens), PackedCausal([tokens]))
-        logprobs, _ = token_logprobs(hidden, model.logits, ids, 1.0, chunk)
+        logprobs, _ = token_logprobs(hidden, model.summing_head(), ids, 1.0, chunk)
         logprobs.sum().backward()
     assert next(model.parameters()).grad is not None
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]

@@ -14,7 +14,7 @@ import torch
 from rollout_shapes import model_config
 from torch import Tensor
 
-from sparrow.models.head import fp32_logits
+from sparrow.models.head import SummingHead, fp32_logits
 from sparrow.training.logprob import score_tokens, token_logprobs
 
 REPEATS = 5
@@ -37,7 +37,7 @@ def measure_logprob(name: str, tokens: int, top_k: int, chunk: int, device: torc
         return fp32_logits(hidden_NE, weight_VE if vocab is None else weight_VE[vocab])
 
     def update() -> None:
-        logprobs_N, _ = token_logprobs(hidden_NE, head, targets_N, 1.0, chunk)
+        logprobs_N, _ = token_logprobs(hidden_NE, SummingHead(weight_VE), targets_N, 1.0, chunk)
         logprobs_N.sum().backward()
         hidden_NE.grad = weight_VE.grad = None
 

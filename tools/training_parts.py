@@ -87,7 +87,7 @@ class MicroTimer:
         return response_hidden(self.model, micro, DenseAttention(self.attention, micro.lengths, self.device))
 
     def _logprobs(self, hidden_NE: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        return token_logprobs(hidden_NE, self.model.logits, micro.targets_N, 1.0, self.chunk)
+        return token_logprobs(hidden_NE, self.model.summing_head(), micro.targets_N, 1.0, self.chunk)
 
     def _scores(self, hidden_NE: Tensor, micro: MicroBatch, rollout_NE: Tensor | None) -> list[Tensor]:
         """Log-probs, entropy, top-k ids and log-probs on the CPU, where the recipe keeps them."""

@@ -66,7 +66,7 @@ def measure_step(options: StepOptions, device: torch.device) -> dict[str, Any]:
 
     def step() -> None:
         hidden_TE = model(tokens_T, positions_T, DenseAttention(options.attention, lengths, device))
-        logprobs_T, _ = token_logprobs(hidden_TE, model.logits, targets_T, 1.0, options.chunk)
+        logprobs_T, _ = token_logprobs(hidden_TE, model.summing_head(), targets_T, 1.0, options.chunk)
         (-logprobs_T.mean()).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparrow.models.decoder_config import DecoderConfig
-from sparrow.models.head import fp32_logits
+from sparrow.models.head import SummingHead, fp32_logits
 from sparrow.protocols import Attention
 
 
@@ -184,6 +184,10 @@ class Decoder(nn.Module):
         # Not slice(None): its backward would hold a second gradient of the whole matrix.
         weight_VE = self.head_weight if vocab is None else self.head_weight[vocab]
         return fp32_logits(hidden_NE, weight_VE)
+
+    def summing_head(self) -> SummingHead:
+        """`logits` for the chunks of one forward and backward, whose gradients of the head are added up in fp32."""
+        return SummingHead(self.head_weight)
 
     @torch.no_grad()
     def init_weights(self, seed: int, options: InitOptions = InitOptions()) -> None:

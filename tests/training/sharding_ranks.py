@@ -64,7 +64,7 @@ def gradients(model: Decoder, batch: RolloutBatch, mode: str, loss_component: ob
     aggregation, total = Aggregation(mode, max_length=10), 0.0
     for micro in minibatches[0].micro_batches:
         hidden_NE = response_hidden(model, micro, PackedCausal(micro.lengths, DEVICE))
-        logprobs_N, _ = token_logprobs(hidden_NE, model.logits, micro.targets_N, 1.0, chunk_size=8)
+        logprobs_N, _ = token_logprobs(hidden_NE, model.summing_head(), micro.targets_N, 1.0, chunk_size=8)
         inputs = LossInputs(
             logprobs_T=logprobs_N,
             old_logprobs_T=logprobs_N.detach() - 0.05,
