@@ -106,7 +106,7 @@ def results(attention: object, inputs: list[Tensor]) -> list[Tensor]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (8, 2), (5, 1), (14, 2)], ids=str)
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (8, 2), (5, 1), (9, 3), (14, 2)], ids=str)
 def test_forward_and_backward_on_cuda(device: torch.device, heads: tuple[int, int], head_dim: int, dtype) -> None:
     for lengths in ([700, 1, 127, 128, 129], [1500, 900, 30], [1024]):
         inputs = qkv(sum(lengths), heads, head_dim, dtype, device)

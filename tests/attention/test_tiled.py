@@ -68,6 +68,7 @@ def results(attention, inputs: list[Tensor], layer: int = 0) -> list[Tensor]:
         ((4, 2), 32, HeadSoftmaxSelector()),
         ((8, 2), 16, SegmentSoftmaxSelector(4)),
         ((7, 1), 16, QuestSelector()),
+        ((9, 3), 16, HeadSoftmaxSelector()),
         ((4, 2), 64, WindowSelector()),
     ],
     ids=lambda x: type(x).__name__ if hasattr(x, "kernel") else str(x),
