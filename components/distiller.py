@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from sparrow.components.distill_loss import DistillLoss, SampledK3, Teacher, distill_terms
 from sparrow.components.loss import Loss, LossInputs
 from sparrow.errors import UserError
+from sparrow.models.adapted import adapters_on, switch_adapters
 from sparrow.models.decoder import Decoder
 from sparrow.models.head import HALF
 from sparrow.protocols import Attention
@@ -174,16 +175,11 @@ class LoRADistiller:
                 parameter.data = parameter.data.float()
         # The rate is set at each step.
         self.optimizer = torch.optim.AdamW(self.adapter.values(), lr=0.0, weight_decay=0.0)
-        self._enable(False)
+        switch_adapters(self.layers, False)
 
-    @contextmanager
-    def rollout(self) -> Iterator[None]:
+    def rollout(self) -> AbstractContextManager[None]:
         """The adapter is on inside."""
-        self._enable(True)
-        try:
-            yield
-        finally:
-            self._enable(False)
+        return adapters_on(self.layers)
 
     def chosen(self, numbers_S: Tensor) -> Tensor:
         """Every 1 / share-th prompt, the same ones on any number of processes; with all of its samples."""
@@ -278,11 +274,6 @@ class LoRADistiller:
         tensors = {f"base_model.model.{name.replace('.default.', '.')}": p for name, p in self.adapter.items()}
         save_file({name: p.detach().cpu().contiguous() for name, p in tensors.items()}, weights, {"format": "pt"})
         shutil.copymode(config, weights)  # safetensors makes its files readable by their owner only
-
-    def _enable(self, enabled: bool) -> None:
-        for layer in self.layers:
-            assert not layer.merged, "peft would take the adapter out again by a subtraction, which rounds"
-            layer.enable_adapters(enabled)
 
     @contextmanager
     def _frozen_base(self) -> Iterator[None]:

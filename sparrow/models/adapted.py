@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +13,23 @@ from sparrow.models.decoder import Decoder
 from sparrow.training.sharding import gathered
 
 OUTSIDE_THE_LAYERS = ("model.embed_tokens", "model.norm", "lm_head")
+
+
+def switch_adapters(layers: Sequence[Any], on: bool) -> None:
+    """Of peft's layers."""
+    for layer in layers:
+        assert not layer.merged, "peft would take the adapter out again by a subtraction, which rounds"
+        layer.enable_adapters(on)
+
+
+@contextmanager
+def adapters_on(layers: Sequence[Any]) -> Iterator[None]:
+    """The adapters of these layers of peft are on inside, and off afterwards."""
+    switch_adapters(layers, True)
+    try:
+        yield
+    finally:
+        switch_adapters(layers, False)
 
 
 def effective_weight(module: nn.Module) -> Tensor:
