@@ -1,4 +1,4 @@
-"""Merging an adapter of peft, as the distiller exports it, into a decoder's weights."""
+"""An adapter of peft, as the distiller exports it, in a decoder: beside the weights, or merged into them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,51 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from sparrow.errors import UserError
+from sparrow.models.adapted import switch_adapters
 from sparrow.models.decoder import Decoder
 
 _WEIGHTS, _PREFIX = "adapter_model.safetensors", "base_model.model."
+_LAYERS = "model.layers."
 
 
 @torch.no_grad()
 def merge_adapter(model: Decoder, folder: Path) -> None:
     """Adds the deltas of a LoRA adapter to the weights, in place; they are summed in fp32 and rounded once.
+
+    Raises:
+        UserError: as `_attach`.
+    """
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    for name, layer in _attach(model, folder).items():
+        base = layer.get_base_layer()
+        base.weight.copy_(base.weight.float() + layer.get_delta_weight("default"))
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, base)
+    model.requires_grad_(True)
+    assert {name: parameter.dtype for name, parameter in model.named_parameters()} == dtypes
+
+
+def attach_adapter(model: Decoder, folder: Path) -> list[Any]:
+    """Puts a LoRA adapter beside the weights, switched off, and returns peft's layers for `adapters_on`.
+
+    Raises:
+        UserError: as `_attach`, or it adapts more than the decoder's layers.
+    """
+    layers = _attach(model, folder)
+    for name in layers:
+        if not name.startswith(_LAYERS):
+            raise UserError(
+                f"adapter: {folder} adapts {name}; only modules under {_LAYERS}* can have one that is on in rollouts "
+                "alone: embedding and head are the same for both policies"
+            )
+    model.eval()  # its dropout was for its training
+    switch_adapters(list(layers.values()), False)
+    return list(layers.values())
+
+
+@torch.no_grad()
+def _attach(model: Decoder, folder: Path) -> dict[str, Any]:
+    """Peft's layers by name, with the folder's tensors, in fp32 as the distiller trains them.
 
     Raises:
         UserError: no adapter in the folder, another kind than LoRA, or one for another model; says which module.
@@ -28,7 +65,7 @@ def merge_adapter(model: Decoder, folder: Path) -> None:
 
     config = _config(folder)
     tensors = _tensors(folder)
-    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    _check_targets(folder, config.target_modules, model)
     try:
         inject_adapter_in_model(config, model)
     except ValueError as error:  # none of its modules is one of the model's
@@ -37,14 +74,7 @@ def merge_adapter(model: Decoder, folder: Path) -> None:
     _check(folder, tensors, {name.replace(".default.", "."): tuple(p.shape) for name, p in expected.items()})
     for name, parameter in expected.items():
         parameter.data = tensors[name.replace(".default.", ".")].to(parameter.device, torch.float32)
-    layers: list[tuple[str, Any]] = [(name, m) for name, m in model.named_modules() if isinstance(m, LoraLayer)]
-    for name, layer in layers:
-        base = layer.get_base_layer()
-        base.weight.copy_(base.weight.float() + layer.get_delta_weight("default"))
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, base)
-    model.requires_grad_(True)
-    assert {name: parameter.dtype for name, parameter in model.named_parameters()} == dtypes
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
 def _config(folder: Path) -> Any:
@@ -73,6 +103,17 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     except (OSError, SafetensorError) as error:
         raise UserError(f"adapter: {file} cannot be read: {error}") from error
     return {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
+
+
+def _check_targets(folder: Path, targets: Any, model: Decoder) -> None:
+    """Peft ignores those of a list that the model lacks."""
+    if isinstance(targets, str):  # a pattern; that it fits nothing is peft's to say
+        return
+    modules = {path.rpartition(".")[2] for path, _ in model.named_modules()}
+    for target in sorted(targets):
+        if target.rpartition(".")[2] not in modules:
+            there_are = ", ".join(sorted(name for name in modules if name.endswith("_proj")))
+            raise UserError(f"adapter: {folder} has the target_modules {target!r}, the model has {there_are}")
 
 
 def _check(folder: Path, tensors: dict[str, torch.Tensor], expected: dict[str, tuple[int, ...]]) -> None:

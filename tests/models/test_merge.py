@@ -9,12 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sparrow.attention.packed import PackedCausal
 from sparrow.components.distiller import LoRADistiller
 from sparrow.errors import UserError
-from sparrow.models.adapted import copy_weights
+from sparrow.models.adapted import adapters_on, copy_weights
 from sparrow.models.decoder import Decoder
 from sparrow.models.decoder_config import DecoderConfig
-from sparrow.models.merge import merge_adapter
+from sparrow.models.merge import attach_adapter, merge_adapter
 
 SHAPE = {
     "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
@@ -105,9 +106,43 @@ def test_what_cannot_be_merged(adapter, tmp_path):
             merge_adapter(decoder(), folder)
         config.write_text(before)
     merge_adapter(decoder(), folder)  # as it was, it can be
-    edit(config, target_modules=["query"])
+    edit(config, target_modules="query")
     with pytest.raises(UserError, match="does not fit the model"):
+        merge_adapter(decoder(), folder)
+    edit(config, target_modules=["q_proj", "query"])
+    with pytest.raises(UserError, match=r"target_modules 'query', the model has down_proj, gate_proj, .*q_proj"):
         merge_adapter(decoder(), folder)
     config.write_text("{")
     with pytest.raises(UserError, match=r"adapter_config\.json cannot be read"):
         merge_adapter(decoder(), folder)
+
+
+def hidden(model: Decoder) -> torch.Tensor:
+    tokens_T = torch.arange(12)
+    with torch.no_grad():
+        return model(tokens_T, tokens_T, PackedCausal([12]))
+
+
+def test_attached_it_is_off_and_on_and_off(adapter):
+    """Beside the weights on is what merged weights give, without the dropout of its training."""
+    folder, merged = adapter
+    edit(folder / "adapter_config.json", lora_dropout=0.5)
+    model = decoder()
+    layers = attach_adapter(model, folder)
+    assert len(layers) == 4 and torch.equal(hidden(model), hidden(decoder()))
+    with adapters_on(layers):
+        torch.testing.assert_close(hidden(model), hidden(merged), rtol=1e-4, atol=1e-5)
+    assert torch.equal(hidden(model), hidden(decoder()))
+
+
+def test_only_layers_have_an_adapter_for_rollouts_alone(adapter):
+    folder, _ = adapter
+    model = decoder(tie_word_embeddings=False)
+    from peft import LoraConfig, inject_adapter_in_model
+
+    inject_adapter_in_model(config := LoraConfig(r=3, target_modules=["lm_head"]), model)
+    config.save_pretrained(str(folder))
+    tensors = {f"base_model.model.{n.replace('.default', '')}": p for n, p in model.named_parameters() if "lora_" in n}
+    save_file({name: tensor.detach() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=r"adapts lm_head; only modules under model\.layers\.\*"):
+        attach_adapter(decoder(tie_word_embeddings=False), folder)
