@@ -22,7 +22,7 @@ from sparrow.protocols import RunSettings
 
 DEFAULT_BIN_WIDTH = 2000
 UNBOUNDED = 2**31 - 1
-_NOTED = ("tau", "weights")  # may differ from the calibration's without a refusal
+_NOTED = ("tau", "weights", "adapter")  # may differ from the calibration's without a refusal
 
 
 class FixedBudget:
@@ -192,7 +192,7 @@ class StepSchedule:
 
         Returns:
             One sentence per difference, to be printed; empty when all agree or the entries stand in the YAML. Another
-            tau, and other weights of the same architecture, are among them but never refused.
+            tau, other weights of the same architecture, and another adapter are among them but never refused.
 
         Raises:
             UserError: a budget below the reserved pages; a difference, unless `allow_foreign`.
@@ -240,7 +240,17 @@ def _notes(made_for: ScheduleFile, run: RunSettings) -> list[str]:
         notes.append(f"tau is {made_for.tau} in the schedule, {run.tau} in this run")
     if made_for.weights and run.weights and run.weights != made_for.weights:
         notes.append("weights are not those that the schedule was measured with: watch acceptance/p5")
+    if made_for.adapter and _weights_of(made_for.adapter) != _weights_of(run.adapter):
+        notes.append(
+            f"adapter is {made_for.adapter!r} in the schedule, which was measured with it on, and "
+            f"{run.adapter or 'none'} in this run: watch acceptance/p5"
+        )
     return notes
+
+
+def _weights_of(adapter: str | None) -> str | None:
+    """Its fingerprint: a copy in another folder is the same adapter."""
+    return adapter and adapter.rpartition(", weights ")[2]
 
 
 def _spelt(key: str, value: Any) -> Any:

@@ -156,7 +156,9 @@ class DenseKVCache:
         """Plain causal attention."""
         return PackedCausal(lengths, device)
 
-    def check(self, model: str, temperature: float, estimator: str, tau: float | None = None) -> list[str]:
+    def check(
+        self, model: str, temperature: float, estimator: str, tau: float | None = None, adapter: str | None = None
+    ) -> list[str]:
         """Nothing to compare: dense attention has no schedule."""
         return []
 
@@ -257,7 +259,9 @@ class SparseKVCache:
         """The sparsity of decode for whole sequences, differentiable."""
         return SparseAttention(lengths, prompt_lengths, self.pattern, device)
 
-    def settings(self, model: str, temperature: float, estimator: str, tau: float | None = None) -> RunSettings:
+    def settings(
+        self, model: str, temperature: float, estimator: str, tau: float | None = None, adapter: str | None = None
+    ) -> RunSettings:
         """All that the P5 of its budget depends on in a run of this model."""
         rule = self.pattern
         return RunSettings(
@@ -272,11 +276,14 @@ class SparseKVCache:
             tau=tau,
             architecture=architecture(Path(model)),
             weights=fingerprint(Path(model)),
+            adapter=adapter,
         )
 
-    def check(self, model: str, temperature: float, estimator: str, tau: float | None = None) -> list[str]:
+    def check(
+        self, model: str, temperature: float, estimator: str, tau: float | None = None, adapter: str | None = None
+    ) -> list[str]:
         """What the schedule was calibrated for against this run: see `sparrow.components.budget.StepSchedule.check`."""
-        return self.pattern.budget.check(self.settings(model, temperature, estimator, tau))
+        return self.pattern.budget.check(self.settings(model, temperature, estimator, tau, adapter))
 
     def pages_read(self, cached_length: Tensor) -> Tensor:
         """The budget, or all pages where the sequence has no more."""

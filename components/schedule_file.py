@@ -42,6 +42,7 @@ class ScheduleFile:
     landmark: str | None = None  # how the released tables' selector summarises a page, for the reader
     architecture: str | None = None  # figures of the checkpoint that training does not change
     weights: str | None = None  # fingerprint of those that it was measured with
+    adapter: str | None = None  # that was on in the sparse forward: its folder's name, and a fingerprint
     mode: str | None = None  # "generate" or "teacher_forced"
     prompts: int | None = None
     tokens_per_bin: list[int] | None = None  # decoded tokens that each entry rests on; 0 where none was measured
@@ -104,7 +105,7 @@ def _check_model(node: dict[Any, Any], file: str) -> None:
 
 def _check_measurement(node: dict[Any, Any], file: str) -> None:
     """The optional keys, where they are there."""
-    for key in ("landmark", "architecture", "weights", "mode", "date"):
+    for key in ("landmark", "architecture", "weights", "adapter", "mode", "date"):
         if not isinstance(node.get(key, ""), str):
             raise UserError(f"{file}: {key} must be a text, got {node[key]!r}; put it into quotes")
     check_whole("prompts", node.get("prompts", 1), file)

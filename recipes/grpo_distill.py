@@ -17,6 +17,8 @@ from sparrow.recipes.grpo_minibatches import packed
 from sparrow.rollout import RolloutBatch
 from sparrow.training.sharding import is_sharded, release
 
+TRAINED_ADAPTER = "the distiller's own"  # of no fixed weights, for the comparison with a schedule's
+
 
 def check_recorded(distiller: Distiller | None, top_k: int) -> None:
     """UserError where the distiller's teacher wants more tokens than the dense pass keeps."""

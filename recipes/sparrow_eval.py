@@ -28,7 +28,7 @@ from sparrow.errors import Interrupted
 from sparrow.launch import check_stop, run_recipe
 from sparrow.models.checkpoint import load_decoder
 from sparrow.models.decoder_config import read_config
-from sparrow.models.identity import fingerprint
+from sparrow.models.identity import adapter_identity, fingerprint
 from sparrow.models.merge import merge_adapter
 from sparrow.models.tokenizer import tokenizer_of_model
 from sparrow.protocols import AdaptiveBudget, KVCache
@@ -107,9 +107,10 @@ class SparrowEval:
         cache = self.caches["sparse"]
         budget = cache.budget.start if isinstance(cache.budget, AdaptiveBudget) else cache.budget
         made_for: Any = getattr(budget, "provenance", None)
+        adapter = None if self.cfg.adapter is None else adapter_identity(Path(self.cfg.adapter))
         if made_for is None:
-            return cache.check(self.cfg.model, 1.0, "exact")
-        notes = cache.check(self.cfg.model, made_for.temperature, made_for.estimator, made_for.tau)
+            return cache.check(self.cfg.model, 1.0, "exact", adapter=adapter)
+        notes = cache.check(self.cfg.model, made_for.temperature, made_for.estimator, made_for.tau, adapter)
         at = {task.sampling.temperature for task in self.tasks} - {made_for.temperature}
         return notes + [f"its P5 was measured at temperature {made_for.temperature}, not at {t}" for t in sorted(at)]
 

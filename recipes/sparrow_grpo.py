@@ -59,7 +59,7 @@ from sparrow.recipes.evaluate import (
 )
 from sparrow.recipes.grpo_config import GRPOConfig, Validation, check
 from sparrow.recipes.grpo_data import check_data, check_enough
-from sparrow.recipes.grpo_distill import DistillStep, check_recorded, engine_weights
+from sparrow.recipes.grpo_distill import TRAINED_ADAPTER, DistillStep, check_recorded, engine_weights
 from sparrow.recipes.grpo_files import start_trackers
 from sparrow.recipes.grpo_memory import check_memory
 from sparrow.recipes.grpo_minibatches import balance_ranks, split_minibatches
@@ -158,7 +158,8 @@ class SparrowGRPO:
         """Those that are allowed; raises where one is not."""
         cfg, acceptance = self.cfg, self.acceptance
         run = (cfg.model, cfg.sampling.temperature, acceptance.estimator_name, acceptance.tau)
-        differences: list[str] = self.cache.check(*run)
+        adapter = None if self.distiller is None else TRAINED_ADAPTER
+        differences: list[str] = self.cache.check(*run, adapter)
         return differences
 
     def _build_around_model(self) -> None:

@@ -61,6 +61,8 @@ class RunSettings:
         estimator: of the acceptance rate, "exact" or "top_20".
         tau: that the run holds its P5 against.
         architecture, weights: of the checkpoint (sparrow.models.identity); None where it is not there yet.
+        adapter: the one that is on in rollouts (`sparrow.models.identity.adapter_identity`, or in words where its
+            weights are not fixed); None where there is none.
     """
 
     model: str
@@ -74,6 +76,7 @@ class RunSettings:
     tau: float | None = None
     architecture: str | None = None
     weights: str | None = None
+    adapter: str | None = None
 
 
 class BudgetSchedule(Protocol):
@@ -182,7 +185,9 @@ class KVCache(Protocol):
         """The same sparsity as decode for packed whole sequences, differentiable; dense over each prompt."""
         ...
 
-    def check(self, model: str, temperature: float, estimator: str, tau: float | None = None) -> list[str]:
+    def check(
+        self, model: str, temperature: float, estimator: str, tau: float | None = None, adapter: str | None = None
+    ) -> list[str]:
         """Differences between run and calibration of the budget, to be printed; UserError where not allowed."""
         ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from sparrow.errors import UserError
 from sparrow.models.decoder_config import read_config
 
 SAVED_AS = "model"  # the folder of every warm-up and save: as a name it says nothing
@@ -35,3 +36,11 @@ def fingerprint(folder: Path) -> str | None:
                 handle.seek(max(size - _SLICE_BYTES, 0) * number // (_SLICES - 1))
                 digest.update(handle.read(_SLICE_BYTES))
     return digest.hexdigest()[:16] if files else None
+
+
+def adapter_identity(folder: Path) -> str:
+    """An adapter of peft by the name of its folder and a hash of its weights."""
+    weights = fingerprint(folder)
+    if weights is None:
+        raise UserError(f"adapter: {folder} holds no adapter_model.safetensors: it is no folder of peft")
+    return f"{folder.absolute().name}, weights {weights}"

@@ -197,7 +197,7 @@ def test_matching_run_passes_and_each_difference_is_refused_or_listed() -> None:
         "temperature": 0.6,
         "estimator": "exact",
     }
-    assert [*others, "tau", "architecture", "weights"] == [field.name for field in fields(RunSettings)]
+    assert [*others, "tau", "architecture", "weights", "adapter"] == [field.name for field in fields(RunSettings)]
     for key, value in others.items():
         other = replace(THE_RUN, **{key: value})
         with pytest.raises(UserError, match=f"schedule {name}: {key} is .*allow_foreign"):
@@ -242,6 +242,18 @@ def test_the_name_of_every_save_says_nothing_but_the_architecture_does(tmp_path:
     nothing_known = replace(THE_RUN, model="elsewhere/model")
     with pytest.raises(UserError, match="model is 'base'"):
         schedule.check(nothing_known)
+
+
+def test_another_adapter_is_said_and_not_refused(tmp_path: Path) -> None:
+    """The same one in another folder is none other; a schedule that was measured without one says nothing of it."""
+    schedule = StepSchedule(edited(tmp_path, source="calibrated", adapter="adapter, weights aa"))
+    assert schedule.check(replace(THE_RUN, adapter="copy, weights aa")) == []
+    for adapter, shown in ((None, "none"), ("adapter, weights bb", "adapter, weights bb"), ("trained", "trained")):
+        (note,) = schedule.check(replace(THE_RUN, adapter=adapter))
+        assert (
+            note.startswith("adapter is 'adapter, weights aa' in the schedule") and f"and {shown} in this run" in note
+        )
+    assert StepSchedule("qwen3-4b-0.86").check(replace(THE_RUN, adapter="adapter, weights aa")) == []
 
 
 def test_another_tau_and_other_weights_are_said_and_not_refused(tmp_path: Path) -> None:
