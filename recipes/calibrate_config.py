@@ -18,7 +18,7 @@ from sparrow.engine.sampler import SamplingParams
 from sparrow.errors import UserError
 from sparrow.instantiate import locate
 from sparrow.models.decoder_config import DecoderConfig
-from sparrow.models.identity import fingerprint
+from sparrow.models.identity import adapter_identity, fingerprint
 from sparrow.training import distributed
 
 Mode = Literal["generate", "teacher_forced"]
@@ -49,6 +49,7 @@ class CalibrateConfig:
     recipe: str = "sparrow_calibrate"
     output_dir: str  # one that holds measurements of the same settings is gone on with
     model: str  # a Hugging Face folder
+    adapter: str | None = None  # a folder of peft, on for the sparse side alone, as in the rollouts of a distilled run
     warmup: str | None = None  # config of sparrow_sft that makes `model` where it does not exist yet
     seed: int = 0
     device: str = "auto"
@@ -167,6 +168,16 @@ def measured_with(cfg: Any) -> dict[str, Any]:
     flat = {key: value for key, value in flat.items() if not key.startswith("kv_cache.budget.")}
     wanted = {key: flat[key] for key in flat if any(f"{key}.".startswith(f"{name}.") for name in MEASURED_WITH)}
     return {"model": f"{checkpoint.absolute().name}, weights {fingerprint(checkpoint)}", **wanted}
+
+
+def settings(cfg: CalibrateConfig) -> dict[str, Any]:
+    """What measurements of one output_dir share."""
+    return {**measured_with(cfg), "adapter": adapter_of(cfg)}
+
+
+def adapter_of(cfg: CalibrateConfig) -> str | None:
+    """What the schedule's provenance knows the adapter by."""
+    return None if cfg.adapter is None else adapter_identity(Path(cfg.adapter))
 
 
 def plain(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from sparrow.components.kv_cache import DenseKVCache, SparseKVCache
@@ -23,12 +24,15 @@ from sparrow.recipes.calibrate_measure import (
 from sparrow.recipes.calibrate_report import progress_line
 from sparrow.recipes.calibrate_results import Results
 from sparrow.recipes.calibrate_surface import Measured, bins_of, joined
-from sparrow.rollout import RolloutBatch
 from sparrow.training import distributed
 
 
 class Sweep:
-    """Fills `results` for every budget of `caches`; all methods are collective."""
+    """Fills `results` for every budget of `caches`; all methods are collective.
+
+    Args:
+        adapter: makes the context of every sparse rollout and forward; the dense side runs outside of it.
+    """
 
     def __init__(
         self,
@@ -37,8 +41,10 @@ class Sweep:
         sampler: Sampler,
         scorer: Scorer,
         caches: Mapping[int, SparseKVCache],
+        adapter: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.cfg, self.results, self.sampler, self.scorer, self.caches = cfg, results, sampler, scorer, caches
+        self.adapter = adapter
 
     def missing(self, mode: Mode) -> dict[int, list[int]]:
         """The budgets that have not seen all prompts, by the first prompt that they lack."""
@@ -87,20 +93,30 @@ class Sweep:
     def _measure(self, mode: Mode, prompts: range) -> Callable[[KVCache], Measured]:
         """For `teacher_forced` the dense side is computed once for all budgets."""
         if mode == "generate":
-            return lambda cache: self.scorer.generated(self.sampler.sample(cache, prompts, keep_hidden=True))
+            return lambda cache: self._generated(cache, prompts)
         n = self.cfg.num_samples
-        batch = self._share(some_of(self.trajectories(), prompts.start * n, prompts.stop * n))
-        dense = [self.scorer.dense_hidden(micro) for micro in self.scorer.pack(batch)]
-        return lambda cache: self.scorer.rescored(batch, cache, dense)
+        return self._rescoring(some_of(self.trajectories(), prompts.start * n, prompts.stop * n))
 
     def unseen(self, mode: Mode, cache: SparseKVCache, prompts: range) -> Measured:
         """The tokens of prompts that are kept nowhere, under one cache."""
         if mode == "generate":
-            return self.scorer.generated(self.sampler.sample(cache, prompts, keep_hidden=True))
-        return self.scorer.rescored(self._share(self._sampled_dense(prompts)), cache)
+            return self._generated(cache, prompts)
+        return self._rescoring(self._sampled_dense(prompts))(cache)
 
-    def _share(self, trajectories: Trajectories) -> RolloutBatch:
-        return share_of(trajectories, self.cfg.num_samples, distributed.rank(), distributed.world_size())
+    def _generated(self, cache: KVCache, prompts: range) -> Measured:
+        with self.adapter():
+            batch = self.sampler.sample(cache, prompts, keep_hidden=True)
+        return self.scorer.generated(batch)
+
+    def _rescoring(self, trajectories: Trajectories) -> Callable[[KVCache], Measured]:
+        batch = share_of(trajectories, self.cfg.num_samples, distributed.rank(), distributed.world_size())
+        dense = [self.scorer.dense_hidden(micro) for micro in self.scorer.pack(batch)]
+
+        def rescored(cache: KVCache) -> Measured:
+            with self.adapter():
+                return self.scorer.rescored(batch, cache, dense)
+
+        return rescored
 
     def trajectories(self) -> Trajectories:
         """The saved ones, so that all budgets see the same tokens, also those of a later run; sampled where missing."""

@@ -12,9 +12,10 @@ are new, or with other `budgets`, tau, bins or limits to choose anew from what i
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -27,18 +28,21 @@ from sparrow.components.kv_cache import SparseKVCache, check_runs
 from sparrow.config import Component
 from sparrow.errors import Interrupted, UserError
 from sparrow.launch import run_recipe
+from sparrow.models.adapted import adapters_on
 from sparrow.models.checkpoint import load_decoder
 from sparrow.models.decoder_config import read_config
+from sparrow.models.merge import attach_adapter
 from sparrow.models.tokenizer import tokenizer_of_model
 from sparrow.recipes.calibrate_config import (
     CalibrateConfig,
     Mode,
+    adapter_of,
     check,
     check_estimator,
     check_model,
     check_reserved,
     fixed_budget,
-    measured_with,
+    settings,
     with_budget,
 )
 from sparrow.recipes.calibrate_measure import Sampler, Scorer, decoded_positions
@@ -89,13 +93,17 @@ class SparrowCalibrate:
         if cfg.warmup is not None:
             ensure_warmup(cfg.warmup, Path(cfg.model))
         self._check_against_model()
-        results = Results(self.output_dir / "measured", measured_with(cfg))
+        results = Results(self.output_dir / "measured", settings(cfg))
         tokenizer = tokenizer_of_model(cfg.model)
         self.model = load_decoder(Path(cfg.model), self.device, getattr(torch, cfg.dtype))
         self.sampler = Sampler(cfg, self.data, self.model, tokenizer, self.acceptance.top_k)
         scorer = Scorer(cfg, self.model, self.acceptance, self.device)
+        adapter = nullcontext if cfg.adapter is None else self._attached(Path(cfg.adapter))
         caches = {budget: self._cache(fixed_budget(budget)) for budget in cfg.budgets}
-        self.results, self.sweep = results, Sweep(cfg, results, self.sampler, scorer, caches)
+        self.results, self.sweep = results, Sweep(cfg, results, self.sampler, scorer, caches, adapter)
+
+    def _attached(self, folder: Path) -> Callable[[], AbstractContextManager[None]]:
+        return partial(adapters_on, attach_adapter(self.model, folder))
 
     def _check_against_model(self) -> None:
         """From its config.json alone."""
@@ -185,7 +193,7 @@ class SparrowCalibrate:
     def _write_schedule(self, chosen: Sequence[Cell], mode: Mode) -> None:
         """Writes it, and reads it back as a run will: by StepSchedule, whose check must find no difference."""
         cfg, acceptance, file = self.cfg, self.acceptance, self.output_dir / "schedule.yaml"
-        run = (cfg.model, cfg.sampling.temperature, acceptance.estimator_name, acceptance.tau)
+        run = (cfg.model, cfg.sampling.temperature, acceptance.estimator_name, acceptance.tau, adapter_of(cfg))
         write_schedule(file, schedule_of(chosen, mode, cfg, acceptance.bin_width, self.cache.settings(*run)))
         cache = self._scheduled()
         differences = cache.check(*run)
