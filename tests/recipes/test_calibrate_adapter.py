@@ -136,7 +136,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_measured(
     tensors, text = load_file(weights), config.read_text()
     save_file({name: tensor.repeat(1, 2) for name, tensor in tensors.items()}, weights)
     assert calibrate("run", f"adapter={adapter}") == 2
-    assert "has shape [2, 128], the model wants [2, 64]" in capsys.readouterr().err
+    assert "down_proj.lora_A.weight has shape [2, 256], the model wants [2, 128]" in capsys.readouterr().err
     save_file(tensors, weights)
     config.write_text(json.dumps(json.loads(text) | {"target_modules": ["q_proj", "query"]}))
     assert calibrate("run", f"adapter={adapter}") == 2
