@@ -43,7 +43,7 @@ def _mean_query(q_row, G: tl.constexpr, D: tl.constexpr):
 def _score_kernel(
     q, marks, table, lengths, budgets, scores, num_blocks, num_pages, width, scale,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, PAGE: tl.constexpr,
-    PAGES_PER_BLOCK: tl.constexpr, KIND: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
+    PAGES_PER_BLOCK: tl.constexpr, KIND: tl.constexpr, BLOCK_P: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chunk, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     pages_of_row = (tl.load(lengths + row) - 1) // PAGE + 1
@@ -54,13 +54,22 @@ def _score_kernel(
         block = tl.load(table + row * num_blocks + page // PAGES_PER_BLOCK, mask=page < pages_of_row, other=0)
         physical = block * PAGES_PER_BLOCK + page % PAGES_PER_BLOCK
         at = marks + (((head.to(tl.int64) * num_pages + physical) * M + mark % M) * D)[:, None] + d[None, :]
-        landmark = tl.load(at).to(tl.float32)
         q_row = q + (row * K + head) * G * D
         out_page = chunk * BLOCK_P + tl.arange(0, BLOCK_P)
-        if KIND == GROUP_MEAN:
+        if HEADS > 0:  # all heads of the group in one product
+            g = tl.arange(0, HEADS)
+            query = tl.load(q_row + g[None, :] * D + d[:, None], mask=g[None, :] < G, other=0.0)
+            logit = tl.dot(tl.load(at).to(query.dtype), query) * scale
+            if M > 1:
+                logit = _log_sum_exp(tl.reshape(logit, (BLOCK_P, M, HEADS)), 1)
+            out = scores + ((row * K + head) * G + g[None, :]) * width + out_page[:, None]
+            tl.store(out, logit, mask=(out_page[:, None] < width) & (g[None, :] < G))
+        elif KIND == GROUP_MEAN:
+            landmark = tl.load(at).to(tl.float32)
             score = tl.sum(landmark * _mean_query(q_row, G, D)[None, :], 1)
             tl.store(scores + (row * K + head) * width + out_page, score, mask=out_page < width)
         elif KIND == BOUND:
+            landmark = tl.load(at).to(tl.float32)
             best = tl.full([BLOCK_P], float("-inf"), tl.float32)
             for g in tl.static_range(G):
                 query = tl.load(q_row + g * D + d).to(tl.float32)[None, :]
@@ -68,19 +77,19 @@ def _score_kernel(
                 best = tl.maximum(best, tl.sum(tl.max(tl.reshape(landmark * query, (BLOCK_P, M, D)), 1), 1))
             tl.store(scores + (row * K + head) * width + out_page, best, mask=out_page < width)
         else:
+            landmark = tl.load(at).to(tl.float32)
             for g in tl.static_range(G):
                 logit = tl.sum(landmark * tl.load(q_row + g * D + d).to(tl.float32)[None, :], 1) * scale
                 if M > 1:
-                    logit = _log_sum_exp(tl.reshape(logit, (BLOCK_P, M)))
+                    logit = _log_sum_exp(tl.reshape(logit, (BLOCK_P, M)), 1)
                 tl.store(scores + ((row * K + head) * G + g) * width + out_page, logit, mask=out_page < width)
     release_successor(PDL)
 
 
 @triton.jit
-def _log_sum_exp(x):
-    """Over the last of two axes."""
-    top = tl.max(x, 1)
-    return top + tl.log(tl.sum(tl.exp(x - top[:, None]), 1))
+def _log_sum_exp(x, AXIS: tl.constexpr):
+    top = tl.max(x, AXIS)
+    return top + tl.log(tl.sum(tl.exp(x - tl.expand_dims(top, AXIS)), AXIS))
 
 
 @triton.jit
@@ -159,8 +168,18 @@ def score_pages(
     pdl = dependent_launch()
     _score_kernel[(triton.cdiv(width, pages), K, B)](
         q_BKGD, marks_KPMD, table_BN, lengths_B, budget_B, scores_BKQP, table_BN.stride(0), marks_KPMD.shape[1], width,
-        scale, K, G, D, M, page_size, pages_per_block, KINDS[kind], pages, pdl, num_warps=4,
+        scale, K, G, D, M, page_size, pages_per_block, KINDS[kind], pages, _matrix_heads(q_BKGD, kind), pdl,
+        num_warps=4,
     )  # fmt: skip
+
+
+def _matrix_heads(q_BKGD: Tensor, kind: ScoreKind) -> int:
+    """Columns of the matrix unit's product that score all heads of a group at once; 0 where there is none.
+
+    In 16 bits products are exact and sums fp32 either way; fp32 is not given to the unit, which would round it.
+    """
+    matrix = kind in PER_HEAD and q_BKGD.dtype.itemsize == 2
+    return max(triton.next_power_of_2(q_BKGD.shape[2]), 16) if matrix else 0
 
 
 def select_pages(

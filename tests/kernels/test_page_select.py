@@ -150,3 +150,27 @@ def test_where_pages_lie_in_the_pool_changes_no_choice(device, randn, selector):
     moved = target[table - 1]
     pool.swap_in(pool.swap_out(table.flatten().tolist()), moved.flatten().tolist())
     assert logical(by_kernels(pool, q_BKGD, moved, pattern), moved) == before
+
+
+@pytest.mark.parametrize("group", [1, 3, 4])
+@pytest.mark.parametrize("segments", [1, 2, 4, 16])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_all_heads_of_a_group_at_once_score_as_one_by_one(device, randn, group, segments, fp8):
+    """In 16 bits a matrix product scores them; the same numbers in fp32 do not go through it."""
+    selector = SegmentSoftmaxSelector(segments, fp8)
+    pool, table = filled(group, selector, device, randn), block_table(device)
+    marks_KPMD = pool.landmarks_KPMD[0] if fp8 else pool.landmarks_KPMD[0].half()
+    q_BKGD = randn(len(LENGTHS), K, group, D).half()
+    lengths = torch.tensor(LENGTHS, device=device)
+    budget_B = torch.full_like(lengths, 4)
+    scores = {dtype: torch.zeros(len(LENGTHS), K, group, PAGES, device=device) for dtype in (torch.half, torch.float)}
+    for dtype, out in scores.items():
+        marks = marks_KPMD if fp8 else marks_KPMD.to(dtype)
+        per_block = BLOCK // PAGE
+        score_pages(q_BKGD.to(dtype), marks, table, lengths, budget_B, out, "head_softmax", PAGE, per_block, D**-0.5)
+    assert scores[torch.half].any()
+    for row, length in enumerate(LENGTHS):
+        pages = -(-length // PAGE)
+        torch.testing.assert_close(
+            scores[torch.half][row, ..., :pages], scores[torch.float][row, ..., :pages], atol=1e-5, rtol=1e-5
+        )
