@@ -1,8 +1,9 @@
 """Scoring of packed tokens chunk by chunk, so that logits of shape [tokens, vocabulary] are never held whole.
 
 A response of 32K tokens over a vocabulary of 151K would need 20 GB of fp32 logits; a chunk of 1,024 needs 0.6 GB.
-The dense log-probs of a chunk are made whole, because the update makes them so and both must agree to the last bit;
-the sparse ones, which only the acceptance rate needs, are cut along the vocabulary as well.
+The dense log-probs of a chunk are made whole, because the update makes them so and both must agree to the last bit.
+The sparse ones, which only the acceptance rate needs, are made whole on CUDA, where one more product and a few reads
+by kernels are all it costs; the reference in PyTorch cuts them along the vocabulary as well.
 
 Axes: N scored tokens (all of them, or those of one chunk), E hidden size, V vocabulary (v a slice of it), K top-k set.
 """
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sparrow.errors import UserError
-from sparrow.training.segments import TargetScores, score_rows, target_logprobs, top_k_of_rows
+from sparrow.training.segments import TargetScores, alpha_of_logits, score_rows, target_logprobs, top_k_of_rows
 
 Head = Callable[[Tensor], Tensor]
 
@@ -107,8 +108,8 @@ def score_tokens(
         head, targets_N, temperature, chunk_size: as in `token_logprobs`.
         top_k: size of the top-k set; cut to the vocabulary's size.
         sparse_hidden_NE: the rollout's final hidden states for the same tokens, on any device and in any float dtype;
-            moved chunk by chunk and put through the same head, twice, they give the exact acceptance rate.
-        vocab_chunk: columns of sparse logits that are held at a time.
+            moved chunk by chunk and put through the same head, they give the exact acceptance rate.
+        vocab_chunk: columns of sparse logits that the reference in PyTorch holds at a time; it makes them twice.
 
     Raises:
         UserError: temperature is not a positive number.
@@ -116,7 +117,7 @@ def score_tokens(
     _check_temperature(temperature)
     chunks = []
     for rows in _chunks(hidden_NE.shape[0], chunk_size):
-        sparse_NE = None if sparse_hidden_NE is None else sparse_hidden_NE[rows].to(hidden_NE)
+        sparse_NE = None if sparse_hidden_NE is None else _beside(sparse_hidden_NE[rows], hidden_NE)
         chunks.append(_score_chunk(hidden_NE[rows], head, targets_N[rows], temperature, top_k, sparse_NE, vocab_chunk))
     logprobs, entropies, top_ids, top_logprobs, alphas = zip(*chunks, strict=True)
     return DenseScores(
@@ -132,23 +133,28 @@ def _score_chunk(
     hidden_NE: Tensor, head: SlicedHead, targets_N: Tensor, temperature: float, top_k: int, sparse_NE: Tensor | None,
     vocab_chunk: int,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The fields of `DenseScores`; one [N, V] tensor is held on CUDA, and it is freed before the next chunk's."""
+    """The fields of `DenseScores`; on CUDA one [N, V] tensor is held, with sparse states two."""
     logits_NV = _checked(head(hidden_NE))
+    alpha_N = None
     if not _fused(logits_NV):
         logprobs_NV = torch.log_softmax(logits_NV / temperature, dim=-1)
         top = logprobs_NV.topk(min(top_k, logprobs_NV.shape[-1]))
-        scores = (*_pick(logprobs_NV, targets_N), top.indices, top.values)
-    else:
-        rows = score_rows(logits_NV, temperature)
-        logprobs_N = target_logprobs(logits_NV, rows, targets_N, temperature)
-        scores = (logprobs_N, rows.entropy_N, *top_k_of_rows(logits_NV, rows, temperature, top_k))
-        logprobs_NV = logits_NV
         if sparse_NE is not None:
-            logprobs_NV.div_(temperature).sub_(rows.normaliser_N[:, None])
-    alpha_N = None
+            alpha_N = alpha_of_hidden(sparse_NE, logprobs_NV, head, temperature, vocab_chunk)
+        return *_pick(logprobs_NV, targets_N), top.indices, top.values, alpha_N
+    rows = score_rows(logits_NV, temperature)
+    logprobs_N = target_logprobs(logits_NV, rows, targets_N, temperature)
+    top_NK = top_k_of_rows(logits_NV, rows, temperature, top_k)
     if sparse_NE is not None:
-        alpha_N = alpha_of_hidden(sparse_NE, logprobs_NV, head, temperature, vocab_chunk)
-    return (*scores, alpha_N)
+        alpha_N = alpha_of_logits(_checked(head(sparse_NE)), logits_NV, rows, temperature)
+    return logprobs_N, rows.entropy_N, *top_NK, alpha_N
+
+
+def _beside(sparse_NE: Tensor, hidden_NE: Tensor) -> Tensor:
+    """On the device and in the dtype of the dense states; from the host without waiting for the device."""
+    if hidden_NE.is_cuda and not sparse_NE.is_cuda:
+        return sparse_NE.to(hidden_NE.dtype).pin_memory().to(hidden_NE.device, non_blocking=True)
+    return sparse_NE.to(hidden_NE)
 
 
 def alpha_exact(logprobs_sparse_NV: Tensor, logprobs_dense_NV: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
-"""Log-prob, entropy and top-k of a row from tables of its segments, so that logits are read once.
+"""What is read from fp32 logits: log-prob, entropy and top-k in one pass, the acceptance rate in one more.
 
-On CUDA `sparrow.kernels.score` makes the tables; what follows from them is V / 128 of the work, in plain PyTorch.
+On CUDA `sparrow.kernels.score` makes tables of a row's segments; what follows from them is V / 128 of the work, in
+plain PyTorch.
 
 Axes: N tokens, V vocabulary, S segments of 128 entries of it, K top-k set.
 """
@@ -63,6 +64,18 @@ def top_k_of_rows(logits_NV: Tensor, rows: RowScores, temperature: float, k: int
     candidates_NC.masked_fill_(ids_NC >= vocab, -torch.inf)
     best = candidates_NC.topk(k)
     return ids_NC.gather(1, best.indices), best.values / temperature - rows.normaliser_N[:, None]
+
+
+def alpha_of_logits(sparse_NV: Tensor, dense_NV: Tensor, dense: RowScores, temperature: float) -> Tensor:
+    """`sparrow.training.logprob.alpha_exact` [N] from contiguous fp32 logits on CUDA, which stay as they are.
+
+    The sparse ones are read twice, the dense ones, whose normaliser is known, once.
+    """
+    from sparrow.kernels.difference import summed_difference
+
+    sparse = score_rows(sparse_NV, temperature)
+    difference_N = summed_difference(sparse_NV, dense_NV, sparse.normaliser_N, dense.normaliser_N, temperature)
+    return (1 - difference_N / 2).clamp(0, 1)
 
 
 class TargetScores(torch.autograd.Function):

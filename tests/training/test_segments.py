@@ -105,12 +105,16 @@ def test_cuda_scores_equal_those_of_the_cpu(device: torch.device, vocab: int, dt
 
 
 @pytest.mark.gpu
-def test_cuda_memory_is_that_of_a_chunk(device: torch.device) -> None:
+@pytest.mark.parametrize("tables", [1, 2])
+def test_cuda_memory_is_that_of_a_chunk(device: torch.device, tables: int) -> None:
     from sparrow.models.head import fp32_logits
 
     hidden_NE, weight_VE = (torch.randn(n, 64, device=device, dtype=torch.bfloat16) for n in (4096, 151_936))
     targets_N = torch.zeros(4096, dtype=torch.int64, device=device)
+    sparse_NE = None if tables == 1 else hidden_NE.cpu()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    score_tokens(hidden_NE, lambda h, v=None: fp32_logits(h, weight_VE), targets_N, 1.0, 20, chunk_size=256)
-    assert torch.cuda.max_memory_allocated(device) - before < 1.5 * 256 * 151_936 * 4
+    scores = score_tokens(hidden_NE, lambda h, v=None: fp32_logits(h, weight_VE), targets_N, 1.0, 20, sparse_NE, 256)
+    assert torch.cuda.max_memory_allocated(device) - before < (tables + 0.5) * 256 * 151_936 * 4
+    if scores.alpha_exact_N is not None:
+        assert torch.equal(scores.alpha_exact_N, torch.ones(4096, device=device)), "exactly 1, not almost"
