@@ -23,7 +23,6 @@ from sparrow.training.quantiles import (
     KL_EDGES,
     UNIT_EDGES,
     BinnedTokens,
-    Distributions,
     Ordered,
     SortedValues,
     quantile,
@@ -135,13 +134,12 @@ class AcceptanceTail:
         metrics = distributed.sum_values({"nonfinite": float((~finite_T).sum())})
         if binned.num_bins:
             columns = [alpha_T, alpha_T < 0.5, -log_ratio_T, k3_T, floor_T]
-            sums_NC = binned.sums(torch.stack([column.double() for column in columns], 1))
-            metrics |= self._tail(sums_NC, binned.distributions(alpha_T, UNIT_EDGES))
-            metrics["kl_k3_p95"] = quantile(binned.distributions(k3_T, KL_EDGES).whole, 0.95)
-            metrics["floor_p5"] = quantile(binned.distributions(floor_T, UNIT_EDGES).whole, TAIL)
+            whole, bins = binned.whole(alpha_T, UNIT_EDGES), binned.bins(alpha_T, UNIT_EDGES)
+            metrics |= self._tail(binned.sums(columns), whole, bins)
+            metrics["kl_k3_p95"] = quantile(binned.whole(k3_T, KL_EDGES), 0.95)
+            metrics["floor_p5"] = quantile(binned.whole(floor_T, UNIT_EDGES), TAIL)
             if tokens.top_k_T is not None:
-                top_k = binned.distributions(tokens.top_k_T[finite_T], UNIT_EDGES)
-                metrics["top_k_p5"] = quantile(top_k.whole, TAIL)
+                metrics["top_k_p5"] = quantile(binned.whole(tokens.top_k_T[finite_T], UNIT_EDGES), TAIL)
             if tokens.response_position_T is not None:
                 metrics |= self._by_response(alpha_T, tokens.response_position_T[finite_T])
             counts_C = torch.histc(alpha_T.double(), HISTOGRAM_CELLS, 0.0, 1.0)
@@ -150,14 +148,14 @@ class AcceptanceTail:
 
     def _by_response(self, alpha_T: Tensor, position_T: Tensor) -> dict[str, float]:
         """P5 by the paper's bins, which count from the first token of the response."""
-        bins = BinnedTokens(position_T // self.bin_width).distributions(alpha_T, UNIT_EDGES).bins
+        bins = BinnedTokens(position_T // self.bin_width).bins(alpha_T, UNIT_EDGES)
         return {f"p5_response_bin/{n * self.bin_width}": quantile(values, TAIL) for n, values in bins.items()}
 
-    def _tail(self, sums_NC: Tensor, alpha: Distributions) -> dict[str, float]:
-        """From sums per bin, in the order of `_MEANS`."""
-        metrics = _figures(alpha.whole, sums_NC.sum(0))
+    def _tail(self, sums_NC: Tensor, whole: Ordered, bins: dict[int, Ordered]) -> dict[str, float]:
+        """From alpha, and sums per bin in the order of `_MEANS`."""
+        metrics = _figures(whole, sums_NC.sum(0))
         metrics["below_tau"] = float(metrics["p5"] < self.tau)
-        for index, values in alpha.bins.items():
+        for index, values in bins.items():
             figures = _figures(values, sums_NC[index]) | {"tokens": float(values.count)}
             del figures["floor_mean"]  # a property of the text, not of the position
             metrics |= {f"{name}_bin/{index * self.bin_width}": value for name, value in figures.items()}

@@ -10,9 +10,10 @@ Axes: T tokens of this rank, N bins of tokens, H cells of a histogram, C columns
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,11 +41,12 @@ class Ordered(Protocol):
 
 
 class SortedValues:
-    """The values themselves; by a sort, because torch.quantile refuses more than 16M."""
+    """The values themselves, on the CPU; by a sort, because torch.quantile refuses more than 16M."""
 
     def __init__(self, values_T: Tensor) -> None:
-        self.sorted_T = values_T.double().sort().values
-        self.count = values_T.numel()
+        # NumPy sorts with vector instructions: millions of numbers on one core in a ninth of PyTorch's time.
+        self.sorted_T = np.sort(values_T.double().numpy())
+        self.count = len(self.sorted_T)
 
     def at(self, rank: int) -> float:
         """Exact."""
@@ -91,14 +93,6 @@ def cell_counts(values_T: Tensor, bin_T: Tensor, num_bins: int, edges_H: Tensor)
     return distributed.sum_tensor(counts_NH)
 
 
-@dataclass(frozen=True)
-class Distributions:
-    """Of one figure: over all tokens, and per bin that has tokens."""
-
-    whole: Ordered
-    bins: dict[int, Ordered]
-
-
 class BinnedTokens:
     """This rank's share of tokens that lie in bins; every call is collective, its result that of all ranks.
 
@@ -116,20 +110,26 @@ class BinnedTokens:
         self.num_bins = max(bins for _, bins in sizes)
         self.exact = len(sizes) == 1 or sum(tokens for tokens, _ in sizes) <= exact_tokens
         self.bin_T = bin_T
-        self.everywhere_T = distributed.gather(bin_T) if self.exact else None
+        self.by_bin_T = distributed.gather(bin_T).argsort() if self.exact else None
         self.counts_N = distributed.sum_tensor(torch.bincount(bin_T, minlength=self.num_bins))
 
-    def sums(self, values_TC: Tensor) -> Tensor:
-        """Sum of each column per bin, fp64 [N, C]."""
-        sums_NC = torch.zeros(self.num_bins, values_TC.shape[1], dtype=torch.float64)
-        return distributed.sum_tensor(sums_NC.index_add_(0, self.bin_T, values_TC.double()))
+    def sums(self, columns: Sequence[Tensor]) -> Tensor:
+        """Sum of each column [T] per bin, fp64 [N, C]."""
+        sums = [torch.bincount(self.bin_T, values_T.double(), self.num_bins) for values_T in columns]
+        # Those of a rank without tokens are integers.
+        return distributed.sum_tensor(torch.stack(sums, 1).double())
 
-    def distributions(self, values_T: Tensor, edges_H: Tensor) -> Distributions:
-        """Of finite values, at least one over all ranks."""
+    def whole(self, values_T: Tensor, edges_H: Tensor) -> Ordered:
+        """All finite values, at least one over all ranks."""
+        if self.exact:
+            return SortedValues(distributed.gather(values_T))
+        return Histogram(cell_counts(values_T, torch.zeros_like(self.bin_T), 1, edges_H)[0], edges_H)
+
+    def bins(self, values_T: Tensor, edges_H: Tensor) -> dict[int, Ordered]:
+        """Finite values of each bin that has tokens."""
         filled = self.counts_N.nonzero().flatten().tolist()
-        if self.everywhere_T is not None:
-            all_T = distributed.gather(values_T)
-            return Distributions(SortedValues(all_T), {n: SortedValues(all_T[self.everywhere_T == n]) for n in filled})
+        if self.by_bin_T is not None:
+            parts = distributed.gather(values_T)[self.by_bin_T].split(self.counts_N.tolist())
+            return {n: SortedValues(parts[n]) for n in filled}
         counts_NH = cell_counts(values_T, self.bin_T, self.num_bins, edges_H)
-        whole = Histogram(counts_NH.sum(0), edges_H)
-        return Distributions(whole, {n: Histogram(counts_NH[n], edges_H) for n in filled})
+        return {n: Histogram(counts_NH[n], edges_H) for n in filled}
