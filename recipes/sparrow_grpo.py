@@ -432,23 +432,25 @@ class SparrowGRPO:
             advance(done, f"{T:,} tokens")
             at = micro.index_N
             hidden_NE = response_hidden(self.model, micro, self._dense_attention(micro))
-            sparse_NE = None if batch.hidden_TE is None else batch.hidden_TE[at]
             scores = score_tokens(
                 hidden_NE,
                 self.model.logits,
                 micro.targets_N,
                 cfg.sampling.temperature,
                 self.acceptance.top_k,
-                sparse_NE,
+                batch.hidden_TE,
                 cfg.logprob_chunk,
+                sparse_index_N=at,
             )
             logprobs_T[at], entropy_T[at] = scores.logprobs_N.cpu(), scores.entropy_N.cpu()
-            top_ids, top_logprobs = scores.top_ids_NK.cpu(), scores.top_logprobs_NK.cpu()
-            top_k_T[at] = alpha_top_k(batch.top_ids_TK[at], batch.top_logprobs_TK[at], top_ids, top_logprobs)
-            floor_T[at] = top_k_floor(top_logprobs)
+            top_ids, top_logprobs = scores.top_ids_NK, scores.top_logprobs_NK
+            their_ids, their_logprobs = (x[at].to(self.device) for x in (batch.top_ids_TK, batch.top_logprobs_TK))
+            top_k_T[at] = alpha_top_k(their_ids, their_logprobs, top_ids, top_logprobs).cpu()
+            floor_T[at] = top_k_floor(top_logprobs).cpu()
             if batch.dense_top_ids_TK is not None and batch.dense_top_logprobs_TK is not None:
                 kept = batch.dense_top_ids_TK.shape[1]
-                batch.dense_top_ids_TK[at], batch.dense_top_logprobs_TK[at] = top_ids[:, :kept], top_logprobs[:, :kept]
+                batch.dense_top_ids_TK[at] = top_ids[:, :kept].cpu()
+                batch.dense_top_logprobs_TK[at] = top_logprobs[:, :kept].cpu()
             if scores.alpha_exact_N is not None:
                 exact_T[at] = scores.alpha_exact_N.cpu()
         batch.dense_logprobs_T, batch.entropy_T = logprobs_T, entropy_T

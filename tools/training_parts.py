@@ -36,8 +36,8 @@ class PartSeconds:
         forward: to the final hidden states, without gradient.
         logprob: log-prob and entropy of them, also without.
         top_k: what the dense top-k set adds to it.
-        rates: the top-k estimate of the acceptance rate and its floor, on the CPU, as in the recipe.
-        exact: what the exact rate adds: the rollout's hidden states through the head, twice.
+        rates: the top-k estimate of the acceptance rate and its floor, the rollout's set copied from the host.
+        exact: what the exact rate adds: the rollout's hidden states, gathered on the host, through the head.
         update: forward and backward of the log-probs.
     """
 
@@ -80,7 +80,8 @@ class MicroTimer:
         _, logprob = self._timed(lambda: [x.cpu() for x in self._logprobs(hidden_NE, micro)])
         scores, scored = self._timed(lambda: self._scores(hidden_NE, micro, None))
         _, exactly = self._timed(lambda: self._scores(hidden_NE, micro, sparse_NE))
-        _, rates = self._timed(lambda: _rates(scores))
+        theirs = [x.cpu() for x in (scores.top_ids_NK, scores.top_logprobs_NK)]
+        _, rates = self._timed(lambda: _rates(scores, theirs))
         return forward, logprob, scored - logprob, rates, exactly - scored
 
     def _hidden(self, micro: MicroBatch) -> Tensor:
@@ -89,13 +90,17 @@ class MicroTimer:
     def _logprobs(self, hidden_NE: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         return token_logprobs(hidden_NE, self.model.summing_head(), micro.targets_N, 1.0, self.chunk)
 
-    def _scores(self, hidden_NE: Tensor, micro: MicroBatch, rollout_NE: Tensor | None) -> list[Tensor]:
-        """Log-probs, entropy, top-k ids and log-probs on the CPU, where the recipe keeps them."""
-        sparse_NE = None if rollout_NE is None else rollout_NE[torch.arange(len(rollout_NE))]  # a copy, as there
-        scores: DenseScores = score_tokens(
-            hidden_NE, self.model.logits, micro.targets_N, 1.0, self.top_k, sparse_NE, self.chunk
-        )
-        return [x.cpu() for x in vars(scores).values() if x is not None]
+    def _scores(self, hidden_NE: Tensor, micro: MicroBatch, rollout_NE: Tensor | None) -> DenseScores:
+        """Log-probs, entropy and exact rates are copied to the host, where the recipe keeps them."""
+        index_N = None if rollout_NE is None else torch.arange(len(rollout_NE))
+        scores = score_tokens(
+            hidden_NE, self.model.logits, micro.targets_N, 1.0, self.top_k, rollout_NE, self.chunk,
+            sparse_index_N=index_N,
+        )  # fmt: skip
+        for kept in (scores.logprobs_N, scores.entropy_N, scores.alpha_exact_N):
+            if kept is not None:
+                kept.cpu()
+        return scores
 
     def _timed(self, work: Callable[[], T]) -> tuple[T, float]:
         return timed_once(work, self.device)
@@ -143,7 +148,9 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _rates(scores: list[Tensor]) -> tuple[Tensor, Tensor]:
+def _rates(scores: DenseScores, theirs: list[Tensor]) -> tuple[Tensor, Tensor]:
     """The set against itself: what it costs does not depend on what is in it."""
-    _, _, top_ids_NK, top_logprobs_NK = scores
-    return alpha_top_k(top_ids_NK, top_logprobs_NK, top_ids_NK, top_logprobs_NK), top_k_floor(top_logprobs_NK)
+    ids_NK, logprobs_NK = scores.top_ids_NK, scores.top_logprobs_NK
+    at = torch.arange(len(ids_NK))
+    their_ids_NK, their_logprobs_NK = (x[at].to(ids_NK.device) for x in theirs)
+    return alpha_top_k(their_ids_NK, their_logprobs_NK, ids_NK, logprobs_NK).cpu(), top_k_floor(logprobs_NK).cpu()

@@ -100,6 +100,7 @@ def score_tokens(
     sparse_hidden_NE: Tensor | None = None,
     chunk_size: int = 1024,
     vocab_chunk: int = 4096,
+    sparse_index_N: Tensor | None = None,
 ) -> DenseScores:
     """Everything a step wants to know of the dense distributions, in one pass over the head and without gradient.
 
@@ -108,16 +109,21 @@ def score_tokens(
         head, targets_N, temperature, chunk_size: as in `token_logprobs`.
         top_k: size of the top-k set; cut to the vocabulary's size.
         sparse_hidden_NE: the rollout's final hidden states for the same tokens, on any device and in any float dtype;
-            moved chunk by chunk and put through the same head, they give the exact acceptance rate.
+            gathered and moved chunk by chunk and put through the same head, they give the exact acceptance rate.
         vocab_chunk: columns of sparse logits that the reference in PyTorch holds at a time; it makes them twice.
+        sparse_index_N: where among the rollout's states those of each token stand, on the same device; None: in order.
 
     Raises:
         UserError: temperature is not a positive number.
     """
     _check_temperature(temperature)
+    if sparse_hidden_NE is not None and sparse_index_N is None:
+        sparse_index_N = torch.arange(len(sparse_hidden_NE), device=sparse_hidden_NE.device)
     chunks = []
     for rows in _chunks(hidden_NE.shape[0], chunk_size):
-        sparse_NE = None if sparse_hidden_NE is None else _beside(sparse_hidden_NE[rows], hidden_NE)
+        sparse_NE = None
+        if sparse_hidden_NE is not None and sparse_index_N is not None:
+            sparse_NE = _beside(sparse_hidden_NE, sparse_index_N[rows], hidden_NE)
         chunks.append(_score_chunk(hidden_NE[rows], head, targets_N[rows], temperature, top_k, sparse_NE, vocab_chunk))
     logprobs, entropies, top_ids, top_logprobs, alphas = zip(*chunks, strict=True)
     return DenseScores(
@@ -150,11 +156,14 @@ def _score_chunk(
     return logprobs_N, rows.entropy_N, *top_NK, alpha_N
 
 
-def _beside(sparse_NE: Tensor, hidden_NE: Tensor) -> Tensor:
-    """On the device and in the dtype of the dense states; from the host without waiting for the device."""
-    if hidden_NE.is_cuda and not sparse_NE.is_cuda:
-        return sparse_NE.to(hidden_NE.dtype).pin_memory().to(hidden_NE.device, non_blocking=True)
-    return sparse_NE.to(hidden_NE)
+def _beside(sparse_TE: Tensor, index_N: Tensor, hidden_NE: Tensor) -> Tensor:
+    """Rows of the rollout's states on the device and in the dtype of the dense ones."""
+    if sparse_TE.is_cuda or not hidden_NE.is_cuda:
+        return sparse_TE.index_select(0, index_N).to(hidden_NE)
+    # Pinned, so that neither the host nor the device waits for the other.
+    pinned_NE = torch.empty(len(index_N), sparse_TE.shape[1], dtype=sparse_TE.dtype, pin_memory=True)
+    torch.index_select(sparse_TE, 0, index_N, out=pinned_NE)
+    return pinned_NE.to(hidden_NE.device, non_blocking=True).to(hidden_NE.dtype)
 
 
 def alpha_exact(logprobs_sparse_NV: Tensor, logprobs_dense_NV: Tensor) -> Tensor:

@@ -133,6 +133,12 @@ def test_exact_alpha_from_the_rollouts_hidden_states() -> None:
     ]
     assert scores.alpha_exact_N.tolist() == pytest.approx(expected, abs=2e-6)
     assert min(expected) < 0.95, "the case must not be trivial"
+    index_N = torch.randperm(3 * TOKENS, generator=torch.Generator().manual_seed(0))[:TOKENS]
+    whole_TE = torch.full((3 * TOKENS, HIDDEN), math.nan).index_copy(0, index_N, sparse_NE)
+    gathered = score_tokens(
+        hidden_NE, sliced(weight_VE), targets_N, 0.8, 3, whole_TE.double(), 4, vocab_chunk=5, sparse_index_N=index_N
+    )
+    assert gathered.alpha_exact_N is not None and torch.equal(gathered.alpha_exact_N, scores.alpha_exact_N)
 
 
 @settings(max_examples=60, deadline=None)
