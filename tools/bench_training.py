@@ -4,6 +4,7 @@
   python tools/bench_training.py step --model 1.7b --tokens 32768 --documents 4 --activation-checkpointing
   python tools/bench_training.py attention --model 4b --tokens 16384 --schedule qwen3-4b-0.86
   python tools/bench_training.py rl --model 1.7b --rollouts makespan_1.7b.json --activation-checkpointing
+  python tools/bench_training.py distill --model 1.7b --schedule qwen3-1.7b-0.86 --activation-checkpointing
 
 All run on a CPU too, to try them: --model tiny --tokens 256. docs/training.md says how each mode measures.
 """
@@ -20,11 +21,13 @@ import torch
 from rollout_shapes import MODELS, SELECTORS
 from tool_results import benchmark
 from training_attention import measure_attention, show_attention
+from training_distill import LOSSES, DistillOptions, measure_distill, show_distill
 from training_logprob import measure_logprob, show_logprob
 from training_rl import RLOptions, measure_rl, show_rl
 from training_step import OPTIMIZERS, StepOptions, measure_step, show_step
 
 from sparrow.attention.dense import BACKENDS
+from sparrow.components.distiller import TEACHERS
 from sparrow.errors import UserError
 
 
@@ -74,6 +77,18 @@ def _rl(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     return result
 
 
+def _distill(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    options = DistillOptions(
+        args.model, args.tokens, args.prompt, args.schedule, args.selector, args.loss, args.teacher, args.rank,
+        args.micro_batch_tokens, args.top_k, args.attention, args.chunk,
+        args.activation_checkpointing or args.offload_activations, args.offload_activations, args.compile,
+        args.share, args.rollout_s_per_sequence,
+    )  # fmt: skip
+    result = measure_distill(options, device)
+    print(show_distill(result), flush=True)
+    return result
+
+
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     modes = parser.add_subparsers(dest="mode", required=True)
@@ -82,23 +97,32 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     step.add_argument("--documents", type=_count, default=1, help="of unequal lengths, that the tokens are packed from")
     step.add_argument("--beside-gib", type=float, default=0.0, help="GiB that the engine's weights would hold")
     attention = _mode(modes, "attention", _attention, "sparse attention of distilling, beside dense, of one layer")
-    attention.add_argument("--schedule", required=True, help="its name, or the tokens that a query may read")
-    attention.add_argument("--selector", choices=SELECTORS, default="head_softmax")
-    attention.add_argument("--prompt", type=_count, default=256)
     attention.add_argument("--likeness", type=float, default=0.9, help="correlation of neighbouring queries")
     rl = _mode(modes, "rl", _rl, "an RL step, dense and sparse, from makespans of bench_rollout.py")
     rl.add_argument("--rollouts", type=Path, required=True, help="JSON file of bench_rollout.py makespan")
-    rl.add_argument("--micro-batch-tokens", type=_count, default=40960)
     rl.add_argument("--samples", type=_count, default=4, help="micro-batches that are run")
     rl.add_argument("--sync-s", type=float, default=0.0, help="seconds of the weight sync, from bench_sync.py")
-    for tokens in (logprob, step, attention):
+    distill = _mode(modes, "distill", _distill, "a step of the rollout-only adapter, beside the rest of an RL step")
+    distill.add_argument("--loss", choices=LOSSES, default="k3")
+    distill.add_argument("--teacher", choices=TEACHERS, default="before_step")
+    distill.add_argument("--rank", type=_count, default=16)
+    distill.add_argument("--share", type=float, default=0.25, help="of the sequences, distilled on")
+    distill.add_argument("--rollout-s-per-sequence", type=float, help="makespan_s / requests of bench_rollout.py")
+    for tokens in (logprob, step, attention, distill):
         tokens.add_argument("--tokens", type=_count, default=32768)
-    for sets in (logprob, rl):
+    for reads in (attention, distill):
+        reads.add_argument("--schedule", required=True, help="its name, or the tokens that a query may read")
+        reads.add_argument("--selector", choices=SELECTORS, default="head_softmax")
+        reads.add_argument("--prompt", type=_count, default=256)
+    for sets in (logprob, rl, distill):
         sets.add_argument("--top-k", type=_count, default=20)
-    for parts in (logprob, step, rl):
+    for parts in (logprob, step, rl, distill):
         parts.add_argument("--chunk", type=_count, default=1024, help="tokens whose logits are held at a time")
-    for trains in (step, rl):
-        trains.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    for packs in (rl, distill):
+        packs.add_argument("--micro-batch-tokens", type=_count, default=40960)
+    for steps in (step, rl):
+        steps.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    for trains in (step, rl, distill):
         trains.add_argument("--attention", choices=BACKENDS, default="auto")
         trains.add_argument("--activation-checkpointing", action="store_true")
         trains.add_argument("--offload-activations", action="store_true")

@@ -66,10 +66,21 @@ class MicroTimer:
         self._once(micro)
         return self._once(micro)
 
+    def update(self, micro: MicroBatch) -> None:
+        """Forward and backward of the mean log-prob."""
+        (-self._logprobs(self._hidden(micro), micro)[0].mean()).backward()
+
+    @torch.no_grad()
+    def dense_pass(self, micro: MicroBatch) -> list[Tensor]:
+        """Log-probs, entropy, top-k ids and log-probs on the CPU, [N] or [N, K]."""
+        scores = self._scores(self._hidden(micro), micro, None)
+        release(self.model)
+        return scores
+
     def _once(self, micro: MicroBatch) -> PartSeconds:
         scoring = self._score(micro)
         release(self.model)
-        _, update = self._timed(lambda: (-self._logprobs(self._hidden(micro), micro)[0].mean()).backward())
+        _, update = self._timed(lambda: self.update(micro))
         return PartSeconds(*scoring, update)
 
     @torch.no_grad()

@@ -99,7 +99,8 @@ def random_policy(config: DecoderConfig, device: torch.device) -> Decoder:
             torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
     if device.type == "cuda":
         dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-        shard(model, init_device_mesh("cuda", (1,)), torch.bfloat16)
+        # The name by which peft knows that a share is not a matrix of its own.
+        shard(model, init_device_mesh("cuda", (1,), mesh_dim_names=("fsdp",)), torch.bfloat16)
     return model
 
 
