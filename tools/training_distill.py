@@ -176,9 +176,10 @@ def _run(
 
     def score() -> None:
         # Sequences of one length keep their order: the micro-batch's tokens are the batch's.
-        batch.dense_logprobs_T, _, top_ids_TK, top_logprobs_TK = timer.dense_pass(micro)
+        scores = timer.dense_pass(micro)
+        batch.dense_logprobs_T = scores.logprobs_N.cpu()
         if distiller.recorded_top_k:
-            batch.dense_top_ids_TK, batch.dense_top_logprobs_TK = top_ids_TK, top_logprobs_TK
+            batch.dense_top_ids_TK, batch.dense_top_logprobs_TK = scores.top_ids_NK.cpu(), scores.top_logprobs_NK.cpu()
 
     # The update last: the adapter's optimizer has its state by then, and the update's gradients, which add up from one
     # micro-batch to the next, stand beside the update alone, as in a run.

@@ -71,8 +71,8 @@ class MicroTimer:
         (-self._logprobs(self._hidden(micro), micro)[0].mean()).backward()
 
     @torch.no_grad()
-    def dense_pass(self, micro: MicroBatch) -> list[Tensor]:
-        """Log-probs, entropy, top-k ids and log-probs on the CPU, [N] or [N, K]."""
+    def dense_pass(self, micro: MicroBatch) -> DenseScores:
+        """On the device."""
         scores = self._scores(self._hidden(micro), micro, None)
         release(self.model)
         return scores
