@@ -5,7 +5,7 @@ What was saved by any number of processes, one included, is read by any other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,7 +44,9 @@ def save_shards(folder: Path, model: Decoder, optimizer: Optimizer) -> None:
 def load_shards(folder: Path, model: Decoder, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
     """Reads what `save_shards` wrote into a model, sharded or not, and its fresh optimizer; collective."""
     _make_state(optimizer, parameters)
-    state = {"model": plain_state_dict(model), "optimizer": optimizer.state_dict()}
+    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    owners = {name.rpartition(".")[0] for name in saved}
+    state = {"model": plain_state_dict(model), "optimizer": _saved_part(optimizer.state_dict(), owners, "optimizer")}
     dcp.load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
     optimizer.load_state_dict(state["optimizer"])
 
@@ -55,9 +57,23 @@ def load_whole(state: dict[str, Any], optimizer: Optimizer, parameters: Sequence
     optimizer.load_state_dict(_shares(state, optimizer.state_dict()))
 
 
+def _saved_part(state: dict[str, Any], owners: Set[str], name: str) -> dict[str, Any]:
+    """The state without that of parameters that had none when it was saved: no step had given them a gradient.
+
+    Args:
+        state: an optimizer's, or those of several by name.
+        owners: what owns something in the save, by dotted name.
+        name: of the state, likewise.
+    """
+    if "param_groups" not in state:
+        return {key: _saved_part(value, owners, f"{name}.{key}") for key, value in state.items()}
+    kept = {key: value for key, value in state["state"].items() if f"{name}.state.{key}" in owners}
+    return state | {"state": kept}
+
+
 def _shares(whole: Any, like: Any) -> Any:
     if isinstance(like, dict):
-        return {key: _shares(whole[key], value) for key, value in like.items()}
+        return {key: _shares(value, like[key]) for key, value in whole.items()}
     if isinstance(like, DTensor):
         if type(whole) is not Tensor:
             raise UserError(

@@ -70,6 +70,17 @@ def test_four_steps_are_two_and_two_bit_for_bit(grpo, arguments, tmp_path, overr
     assert same(one, other)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # the optimizer's state whole, and in shards
+@pytest.mark.parametrize("optimizer", [[], [ADAMW]], ids=["muon", "adamw"])
+def test_a_run_that_has_not_learned_yet_goes_on(grpo, optimizer, dtype):
+    """Two tokens earn nothing: there was no step of the optimizer when the first save was made."""
+    common = [*optimizer, f"dtype={dtype}", "validation=null"]
+    nothing = ["engine.max_new_tokens=2", "reward.0.function=sparrow.components.pointer_chase.pointer_reward"]
+    grpo("steps=1", *common, *nothing)
+    rows = grpo("steps=2", *common, "resume=auto")
+    assert [row["update/noop"] for row in rows] == [1.0, 0.0]
+
+
 def run_ids(folder) -> list[str]:
     saves = sorted((folder / "checkpoints").glob("step_*"))
     return [torch.load(save / "state.pt", weights_only=True)["trackers"]["run_id"] for save in saves]

@@ -38,6 +38,10 @@ def assert_same(one: Path, other: Path, step: int, atol: float = 2e-5) -> None:
     for row, twin in zip(metrics(one), metrics(other), strict=True):
         for key in COMPARED:
             assert row[key] == pytest.approx(twin[key], abs=1e-4), (row["step"], key)
+    assert_same_weights(one, other, step, atol)
+
+
+def assert_same_weights(one: Path, other: Path, step: int, atol: float = 2e-5) -> None:
     ours, theirs = weights(one, step), weights(other, step)
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], atol=atol, rtol=0)
@@ -54,6 +58,21 @@ def test_a_run_goes_on_with_another_number_of_processes(arguments, tmp_path):
     assert (saved / "shards" / ".metadata").is_file() and (saved / "model" / "tokenizer.json").is_file()
     assert sparrow_grpo.main(arguments(*common, "steps=3", "resume=auto", name="changing")) == 0
     assert_same(tmp_path / "one", tmp_path / "changing", 3)
+
+
+def test_a_run_that_has_not_learned_yet_goes_on_with_another_number_of_processes(arguments, tmp_path):
+    """Two tokens earn nothing: no step of the optimizer comes before a whole save and one in shards."""
+    common = [*SGD, "validation=null", "reward.0.function=sparrow.components.pointer_chase.pointer_reward"]
+    short = [*common, "engine.max_new_tokens=2"]
+    for name in ("one", "changing"):
+        assert sparrow_grpo.main(arguments(*short, "steps=1", name=name)) == 0
+    assert sparrow_grpo.main(arguments(*short, "steps=2", "resume=auto", name="one")) == 0
+    run_two(arguments(*short, "steps=2", "resume=auto", name="changing"))
+    for name in ("one", "changing"):
+        assert sparrow_grpo.main(arguments(*SGD, "validation=null", "steps=4", "resume=auto", name=name)) == 0
+    rows = metrics(tmp_path / "changing")
+    assert [row["update/noop"] for row in rows] == [1.0, 1.0, 0.0, 0.0]
+    assert_same_weights(tmp_path / "one", tmp_path / "changing", 4)
 
 
 def test_two_processes_and_two_more_steps_are_four(arguments, tmp_path):
