@@ -15,6 +15,10 @@ from sparrow.models.decoder import Decoder
 
 _WEIGHTS, _PREFIX = "adapter_model.safetensors", "base_model.model."
 _LAYERS = "model.layers."
+_UNSUPPORTED = (
+    "use_dora", "modules_to_save", "trainable_token_indices", "target_parameters", "lora_bias", "layer_replication",
+    "alora_invocation_tokens",
+)  # fmt: skip
 
 
 @torch.no_grad()
@@ -68,7 +72,7 @@ def _attach(model: Decoder, folder: Path) -> dict[str, Any]:
     _check_targets(folder, config.target_modules, model)
     try:
         inject_adapter_in_model(config, model)
-    except ValueError as error:  # none of its modules is one of the model's
+    except (ValueError, TypeError) as error:  # none of its modules is one of the model's, or its rank is no number
         raise UserError(f"adapter: {folder} does not fit the model: {error}") from error
     expected = {name: p for name, p in model.named_parameters() if "lora_" in name}
     _check(folder, tensors, {name.replace(".default.", "."): tuple(p.shape) for name, p in expected.items()})
@@ -88,7 +92,7 @@ def _config(folder: Path) -> Any:
         raise UserError(f"adapter: {folder / 'adapter_config.json'} cannot be read: {error}") from error
     if not isinstance(config, LoraConfig):
         raise UserError(f"adapter: {folder} is a {config.peft_type}, not LoRA")
-    for key in ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters"):
+    for key in _UNSUPPORTED:
         if getattr(config, key, None):
             raise UserError(f"adapter: {folder}: {key} is not supported: only what adds to the weights of layers")
     if config.bias != "none":
@@ -107,6 +111,8 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def _check_targets(folder: Path, targets: Any, model: Decoder) -> None:
     """Peft ignores those of a list that the model lacks."""
+    if not targets:  # peft would look for a model it knows
+        raise UserError(f"adapter: {folder} has no target_modules")
     if isinstance(targets, str):  # a pattern; that it fits nothing is peft's to say
         return
     modules = {path.rpartition(".")[2] for path, _ in model.named_modules()}

@@ -82,6 +82,16 @@ def edit(file: Path, **changed: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changed))
 
 
+UNSUPPORTED = {
+    "use_dora": True,
+    "modules_to_save": ["lm_head"],
+    "bias": "all",
+    "lora_bias": True,
+    "layer_replication": [[0, 2], [0, 2]],
+    "alora_invocation_tokens": [1, 2],
+}
+
+
 def test_what_cannot_be_merged(adapter, tmp_path):
     folder, _ = adapter
     config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
@@ -99,7 +109,7 @@ def test_what_cannot_be_merged(adapter, tmp_path):
     with pytest.raises(UserError, match=r"adapter_model\.safetensors cannot be read"):
         merge_adapter(decoder(), folder)
     weights.write_bytes(whole)
-    for key, value in (("use_dora", True), ("modules_to_save", ["lm_head"]), ("bias", "all")):
+    for key, value in UNSUPPORTED.items():
         before = config.read_text()
         edit(config, **{key: value})
         with pytest.raises(UserError, match=f"{key}.* is not supported"):
@@ -111,6 +121,12 @@ def test_what_cannot_be_merged(adapter, tmp_path):
         merge_adapter(decoder(), folder)
     edit(config, target_modules=["q_proj", "query"])
     with pytest.raises(UserError, match=r"target_modules 'query', the model has down_proj, gate_proj, .*q_proj"):
+        merge_adapter(decoder(), folder)
+    edit(config, target_modules=None)
+    with pytest.raises(UserError, match="has no target_modules"):
+        merge_adapter(decoder(), folder)
+    edit(config, target_modules=["q_proj"], r="three")
+    with pytest.raises(UserError, match="does not fit the model"):
         merge_adapter(decoder(), folder)
     config.write_text("{")
     with pytest.raises(UserError, match=r"adapter_config\.json cannot be read"):
