@@ -171,13 +171,8 @@ def measured_with(cfg: Any) -> dict[str, Any]:
 
 
 def settings(cfg: CalibrateConfig) -> dict[str, Any]:
-    """What measurements of one output_dir share."""
-    return {**measured_with(cfg), "adapter": adapter_of(cfg)}
-
-
-def adapter_of(cfg: CalibrateConfig) -> str | None:
-    """What the schedule's provenance knows the adapter by."""
-    return None if cfg.adapter is None else adapter_identity(Path(cfg.adapter))
+    """What measurements of one output_dir share; the schedule's provenance knows the adapter by the same text."""
+    return {**measured_with(cfg), "adapter": None if cfg.adapter is None else adapter_identity(Path(cfg.adapter))}
 
 
 def plain(value: Any) -> Any:

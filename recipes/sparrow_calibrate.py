@@ -36,7 +36,6 @@ from sparrow.models.tokenizer import tokenizer_of_model
 from sparrow.recipes.calibrate_config import (
     CalibrateConfig,
     Mode,
-    adapter_of,
     check,
     check_estimator,
     check_model,
@@ -193,7 +192,8 @@ class SparrowCalibrate:
     def _write_schedule(self, chosen: Sequence[Cell], mode: Mode) -> None:
         """Writes it, and reads it back as a run will: by StepSchedule, whose check must find no difference."""
         cfg, acceptance, file = self.cfg, self.acceptance, self.output_dir / "schedule.yaml"
-        run = (cfg.model, cfg.sampling.temperature, acceptance.estimator_name, acceptance.tau, adapter_of(cfg))
+        adapter = self.results.settings["adapter"]  # as it was measured: its folder may have gone since
+        run = (cfg.model, cfg.sampling.temperature, acceptance.estimator_name, acceptance.tau, adapter)
         write_schedule(file, schedule_of(chosen, mode, cfg, acceptance.bin_width, self.cache.settings(*run)))
         cache = self._scheduled()
         differences = cache.check(*run)

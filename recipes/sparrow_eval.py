@@ -28,7 +28,7 @@ from sparrow.errors import Interrupted
 from sparrow.launch import check_stop, run_recipe
 from sparrow.models.checkpoint import load_decoder
 from sparrow.models.decoder_config import read_config
-from sparrow.models.identity import adapter_identity, fingerprint
+from sparrow.models.identity import adapter_fingerprint, adapter_identity, fingerprint
 from sparrow.models.merge import merge_adapter
 from sparrow.models.tokenizer import tokenizer_of_model
 from sparrow.protocols import AdaptiveBudget, KVCache
@@ -136,7 +136,7 @@ class SparrowEval:
             "model.weights": fingerprint(self.folder),
             "eos_ids": list(self.tokenizer.eos_ids),
             "adapter": cfg.adapter,
-            "adapter.weights": adapter and fingerprint(adapter),
+            "adapter.weights": adapter and adapter_fingerprint(adapter),
             "dtype": cfg.dtype,
             "engine.dtype": cfg.engine.dtype,
             "kv_cache": kv_cache and yaml.safe_load(to_yaml(kv_cache)),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
 from sparrow.errors import UserError
-from sparrow.models.decoder_config import read_config
+from sparrow.models.decoder_config import read_config, read_json
 
 SAVED_AS = "model"  # the folder of every warm-up and save: as a name it says nothing
 _SLICES, _SLICE_BYTES = 64, 4096
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_SCALE = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
 
 
 def architecture(folder: Path) -> str | None:
@@ -39,8 +42,15 @@ def fingerprint(folder: Path) -> str | None:
 
 
 def adapter_identity(folder: Path) -> str:
-    """An adapter of peft by the name of its folder and a hash of its weights."""
-    weights = fingerprint(folder)
-    if weights is None:
-        raise UserError(f"adapter: {folder} holds no adapter_model.safetensors: it is no folder of peft")
-    return f"{folder.absolute().name}, weights {weights}"
+    """An adapter of peft by the name of its folder and `adapter_fingerprint`."""
+    return f"{folder.absolute().name}, weights {adapter_fingerprint(folder)}"
+
+
+def adapter_fingerprint(folder: Path) -> str:
+    """A hash of an adapter's weights and of the settings that scale their products; UserError where there is none."""
+    lacking = [name for name in (_CONFIG, _WEIGHTS) if not (folder / name).is_file()]
+    if lacking:
+        raise UserError(f"adapter: {folder} holds no {' and no '.join(lacking)}: it is no folder of peft")
+    settings = read_json(folder / _CONFIG)
+    scale = json.dumps([settings.get(key) for key in _SCALE], sort_keys=True)
+    return hashlib.sha256(f"{fingerprint(folder)} {scale}".encode()).hexdigest()[:16]

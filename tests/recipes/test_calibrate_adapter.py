@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from sparrow.models.merge import merge_adapter
 from sparrow.recipes import sparrow_calibrate, sparrow_grpo
 from sparrow.recipes.calibrate_config import CalibrateConfig
 from sparrow.recipes.calibrate_measure import Scorer, Trajectories, share_of
+from sparrow.recipes.calibrate_sweep import Sweep
 
 CONFIG = str(Path(__file__).parent / "mini_calibrate.yaml")
 ALL_PAGES = 16  # of 4 tokens hold every sequence: what is left of a difference is the adapter's
@@ -127,11 +129,21 @@ def test_measurements_of_two_adapters_are_not_mixed(calibrate: Callable[..., int
     assert f"adapter: '{before}' then, '{adapter_identity(adapter)}' now" in capsys.readouterr().err
 
 
+def test_an_adapter_that_goes_while_it_is_measured_is_named_all_the_same(
+    calibrate: Callable[..., int], adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saves of a run that goes on are pruned."""
+    identity, measure = adapter_identity(adapter), Sweep.measure
+    monkeypatch.setattr(Sweep, "measure", lambda *sweep: (measure(*sweep), shutil.rmtree(adapter)))
+    assert calibrate("run", f"adapter={adapter}", "budgets=[5]") == 0
+    assert yaml.safe_load((tmp_path / "run" / "schedule.yaml").read_text())["adapter"] == identity
+
+
 def test_what_does_not_fit_is_refused_before_anything_is_measured(
     calibrate: Callable[..., int], adapter: Path, tmp_path: Path, capsys
 ) -> None:
     assert calibrate("run", f"adapter={tmp_path / 'elsewhere'}") == 2
-    assert "elsewhere holds no adapter_model.safetensors" in capsys.readouterr().err
+    assert "elsewhere holds no adapter_config.json and no adapter_model.safetensors" in capsys.readouterr().err
     config, weights = adapter / "adapter_config.json", adapter / "adapter_model.safetensors"
     tensors, text = load_file(weights), config.read_text()
     save_file({name: tensor.repeat(1, 2) for name, tensor in tensors.items()}, weights)
