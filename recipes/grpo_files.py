@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,10 @@ def start_trackers(trackers: SafeTrackers, cfg: GRPOConfig, budget: Any, run_id:
 
 
 def code_version() -> dict[str, str | None]:
-    """Of Sparrow, of the commit where it runs from a checkout, and of PyTorch."""
+    """Of Sparrow, None where it is not installed; of the commit where it runs from a checkout, and of PyTorch."""
+    version = next((found.version for found in distributions(name="sparrow-rl")), None)
     commit = _commit(Path(__file__).resolve().parents[1])
-    return {"sparrow": version("sparrow-rl"), "commit": commit, "torch": str(torch.__version__)}
+    return {"sparrow": version, "commit": commit, "torch": str(torch.__version__)}
 
 
 def _commit(folder: Path) -> str | None:
