@@ -12,6 +12,7 @@ All run on a CPU too, to try them: --model tiny --tokens 256. docs/training.md s
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -95,19 +96,19 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     logprob = _mode(modes, "logprob", _logprob, "log-prob, entropy and top-k, against the bare matmul of the head")
     step = _mode(modes, "step", _step, "forward, backward and optimizer step of packed sequences")
     step.add_argument("--documents", type=_count, default=1, help="of unequal lengths, that the tokens are packed from")
-    step.add_argument("--beside-gib", type=float, default=0.0, help="GiB that the engine's weights would hold")
+    step.add_argument("--beside-gib", type=_not_negative, default=0.0, help="GiB that the engine's weights would hold")
     attention = _mode(modes, "attention", _attention, "sparse attention of distilling, beside dense, of one layer")
     attention.add_argument("--likeness", type=float, default=0.9, help="correlation of neighbouring queries")
     rl = _mode(modes, "rl", _rl, "an RL step, dense and sparse, from makespans of bench_rollout.py")
     rl.add_argument("--rollouts", type=Path, required=True, help="JSON file of bench_rollout.py makespan")
     rl.add_argument("--samples", type=_count, default=4, help="micro-batches that are run")
-    rl.add_argument("--sync-s", type=float, default=0.0, help="seconds of the weight sync, from bench_sync.py")
+    rl.add_argument("--sync-s", type=_not_negative, default=0.0, help="seconds of the weight sync, from bench_sync.py")
     distill = _mode(modes, "distill", _distill, "a step of the rollout-only adapter, beside the rest of an RL step")
     distill.add_argument("--loss", choices=LOSSES, default="k3")
     distill.add_argument("--teacher", choices=TEACHERS, default="before_step")
     distill.add_argument("--rank", type=_count, default=16)
     distill.add_argument("--share", type=float, default=0.25, help="of the sequences, distilled on")
-    distill.add_argument("--rollout-s-per-sequence", type=float, help="makespan_s / requests of bench_rollout.py")
+    distill.add_argument("--rollout-s-per-sequence", type=_not_negative, help="makespan_s / requests of bench_rollout.py")
     for tokens in (logprob, step, attention, distill):
         tokens.add_argument("--tokens", type=_count, default=32768)
     for reads in (attention, distill):
@@ -136,6 +137,13 @@ def _mode(modes: Any, name: str, run: Callable[..., dict[str, Any]], text: str) 
     parser.add_argument("--model", choices=MODELS, required=True)
     parser.add_argument("--out", type=Path, help="JSON file")
     return parser
+
+
+def _not_negative(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 0, and finite")
+    return value
 
 
 def _count(text: str) -> int:

@@ -130,3 +130,10 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path, capsys: pytest.Capt
 def test_a_file_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_training.main(["rl", "--model", "tiny", "--rollouts", str(tmp_path / "none.json")]) == 2
     assert "none.json: not a JSON file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["-1", "nan", "inf"])
+def test_a_sync_takes_some_time_or_none(capsys: pytest.CaptureFixture[str], seconds: str) -> None:
+    with pytest.raises(SystemExit):
+        bench_training.main(["rl", "--model", "tiny", "--rollouts", "none.json", f"--sync-s={seconds}"])
+    assert f"--sync-s: {seconds} must be at least 0" in capsys.readouterr().err
