@@ -108,7 +108,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     distill.add_argument("--teacher", choices=TEACHERS, default="before_step")
     distill.add_argument("--rank", type=_count, default=16)
     distill.add_argument("--share", type=float, default=0.25, help="of the sequences, distilled on")
-    distill.add_argument("--rollout-s-per-sequence", type=_not_negative, help="makespan_s / requests of bench_rollout.py")
+    distill.add_argument("--rollout-s-per-sequence", type=_not_negative, help="makespan_s / requests of a makespan")
     for tokens in (logprob, step, attention, distill):
         tokens.add_argument("--tokens", type=_count, default=32768)
     for reads in (attention, distill):
