@@ -27,6 +27,7 @@ from sparrow.errors import UserError
 from sparrow.models.adapted import adapters_on, switch_adapters
 from sparrow.models.decoder import Decoder
 from sparrow.models.head import HALF
+from sparrow.models.merge import fill_adapter
 from sparrow.protocols import Attention
 from sparrow.rollout import RolloutBatch
 from sparrow.training import distributed
@@ -109,9 +110,12 @@ class LoRADistiller:
             the engine has weights of its own, on CUDA and with several processes, and does not where it shares the
             trainer's.
         max_grad_norm: clips the adapter's gradient.
+        adapter: folder of peft that it begins with, of the same rank, alpha and targets, as `sparrow_distill` and saves
+            hold one; without it, it begins with one that changes nothing.
 
     Raises:
         UserError: a size or rate out of range, a target the decoder has not, or a loss that the teacher cannot serve.
+            `attach`: an adapter of another kind or for another model.
     """
 
     def __init__(
@@ -128,6 +132,7 @@ class LoRADistiller:
         share: float = 1.0,
         merge_in_engine: bool | None = None,
         max_grad_norm: float = 1.0,
+        adapter: str | None = None,
     ) -> None:
         self.targets = list(targets or ALL_LINEAR)
         if (learning_rate is None) == (rate_factor is None):
@@ -144,6 +149,7 @@ class LoRADistiller:
         self.loss: DistillLoss = SampledK3() if loss is None else loss
         _check_teacher(teacher, self.loss)
         self.rank, self.alpha, self.max_grad_norm = rank, alpha, max_grad_norm
+        self.beginning = None if adapter is None else Path(adapter)
         self.learning_rate, self.rate_factor = learning_rate, rate_factor
         self.teacher, self.ppo, self.kl_weight = teacher, ppo, kl_weight
         # A fraction, because .1 * 30 is above 3 in floating point.
@@ -173,6 +179,8 @@ class LoRADistiller:
         for parameter in self.adapter.values():
             if parameter.dtype in HALF:  # its steps are too small for them
                 parameter.data = parameter.data.float()
+        if self.beginning is not None:
+            fill_adapter(model, self.beginning, self.rank, self.alpha)
         # The rate is set at each step.
         self.optimizer = torch.optim.AdamW(self.adapter.values(), lr=0.0, weight_decay=0.0)
         switch_adapters(self.layers, False)

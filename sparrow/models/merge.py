@@ -56,6 +56,22 @@ def attach_adapter(model: Decoder, folder: Path) -> list[Any]:
     return list(layers.values())
 
 
+def fill_adapter(model: Decoder, folder: Path, rank: int, alpha: int) -> None:
+    """Copies a folder's tensors into the LoRA adapter of this rank and alpha that the model has.
+
+    Raises:
+        UserError: as `_attach`, or of another rank or alpha.
+    """
+    config = _config(folder)
+    for key, found, wanted in (("r", config.r, rank), ("lora_alpha", config.lora_alpha, alpha)):
+        if found != wanted:
+            raise UserError(f"adapter: {folder} has {key} {found}, the adapter that it is to begin has {wanted}")
+    for key in ("use_rslora", "rank_pattern", "alpha_pattern"):
+        if getattr(config, key):
+            raise UserError(f"adapter: {folder}: {key} is not supported for one that is trained on")
+    _fill(model, folder, _tensors(folder))
+
+
 @torch.no_grad()
 def _attach(model: Decoder, folder: Path) -> dict[str, Any]:
     """Peft's layers by name, with the folder's tensors, in fp32 as the distiller trains them.
@@ -74,11 +90,15 @@ def _attach(model: Decoder, folder: Path) -> dict[str, Any]:
         inject_adapter_in_model(config, model)
     except (ValueError, TypeError) as error:  # none of its modules is one of the model's, or its rank is no number
         raise UserError(f"adapter: {folder} does not fit the model: {error}") from error
+    _fill(model, folder, tensors)
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def _fill(model: Decoder, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     expected = {name: p for name, p in model.named_parameters() if "lora_" in name}
     _check(folder, tensors, {name.replace(".default.", "."): tuple(p.shape) for name, p in expected.items()})
     for name, parameter in expected.items():
         parameter.data = tensors[name.replace(".default.", ".")].to(parameter.device, torch.float32)
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
 def _config(folder: Path) -> Any:

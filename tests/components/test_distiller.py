@@ -108,6 +108,35 @@ def test_peft_loads_the_exported_adapter_onto_transformers_model(tmp_path):
     torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=1e-5)
 
 
+def test_it_begins_with_an_exported_adapter(tmp_path):
+    model, first = attached()
+    with torch.no_grad():
+        for parameter in first.adapter.values():
+            parameter.normal_(std=0.2)
+    first.export(tmp_path)
+    other_model, second = attached(adapter=str(tmp_path))
+    assert torch.equal(logits(other_model), logits(model)), "it is off"
+    with first.rollout(), second.rollout():
+        assert torch.equal(logits(other_model), logits(model))
+    trained = {id(p) for group in second.optimizer.param_groups for p in group["params"]}
+    assert trained == {id(p) for p in second.adapter.values()}
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"rank": 3}, "has r 2, the adapter that it is to begin has 3"),
+        ({"alpha": 8}, "has lora_alpha 16, .* has 8"),
+        ({"targets": ["q_proj"]}, "does not fit the model: .* is no module of the model"),
+        ({"adapter": "nowhere"}, "nowhere holds no adapter_config.json"),
+    ],
+)
+def test_an_adapter_of_another_kind_is_refused(tmp_path, other, message):
+    attached()[1].export(tmp_path)
+    with pytest.raises(UserError, match=f"adapter: .*{message}"):
+        attached(**{"adapter": str(tmp_path), **other})
+
+
 @pytest.mark.real
 def test_of_a_real_model_too(real_checkpoint, tmp_path):
     """Dense log-probs to the last bit with the adapter loaded and disabled; logits equal after export and reload."""
