@@ -138,7 +138,7 @@ def read_rollouts(path: Path, model: str) -> list[Row]:
     """Makespans of the model, of one queue: dense ones and sparse ones.
 
     Raises:
-        UserError: not such a file, or a part of it is missing.
+        UserError: not such a file, a part of it is missing, or queues differ.
     """
     try:
         rows = [row for row in json.loads(path.read_text())["results"] if row["model"] == model]
@@ -147,6 +147,8 @@ def read_rollouts(path: Path, model: str) -> list[Row]:
     for row in rows:
         if missing := [key for key in NEEDED if key not in row]:
             raise UserError(f"--rollouts {path}: a result lacks {', '.join(missing)}; run mode makespan again")
+    if any(row[key] != rows[0][key] for row in rows for key in ("prompt_lengths", "response_lengths")):
+        raise UserError(f"--rollouts {path}: its makespans of {model} are of different queues; run all in one command")
     dense = {row["backend"] for row in rows if row["cache"] == "dense"}
     sparse = {row["backend"] for row in rows if row["cache"] != "dense"}
     if not sparse or not sparse <= dense:

@@ -114,6 +114,7 @@ ROW = {"model": "tiny", "backend": "gather", "makespan_s": 1.0, "prompt_lengths"
     [
         ([ROW | {"cache": "dense"}], "no dense and sparse makespans of tiny"),
         ([ROW | {"cache": "dense", "backend": "flex"}, ROW | {"cache": "64"}], "with the same backend"),
+        ([ROW | {"cache": "dense"}, ROW | {"cache": "64", "response_lengths": [5]}], "of different queues"),
         ([{"model": "tiny", "cache": "64", "backend": "gather", "ms": 1.0}], "lacks makespan_s, prompt_lengths"),
         ([ROW | {"cache": cache, "model": "4b"} for cache in ("dense", "64")], "makespans of tiny"),
         ([{"cache": "dense"}], "not a JSON file of bench_rollout.py: KeyError('model')"),
