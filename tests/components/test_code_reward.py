@@ -199,7 +199,7 @@ def add(a, b): raise SystemExit(0)
     "leaves something for the next test": """
 import os
 def add(a, b):
-    path = "/tmp/last"
+    path = "last"
     if os.path.exists(path): return int(open(path).read())
     open(path, "w").write("3")
     return 3

@@ -116,7 +116,7 @@ print("REACHED 2 GB")
 import itertools
 try:
     for number in itertools.count():
-        with open(f"/tmp/{number}", "wb") as file:
+        with open(str(number), "wb") as file:
             for _ in range(4):
                 file.write(bytes(4 << 20))
         if number * 16 > 100:
@@ -128,12 +128,12 @@ except OSError:
     Hostile("many small files", """
 try:
     for number in range(5000):
-        open(f"/tmp/{number}", "w").close()
+        open(str(number), "w").close()
     print("REACHED 5000 files")
 except OSError:
     print("full")
 """),
-    Hostile("one huge sparse file", "open('/tmp/x', 'wb').truncate(1 << 40); print('REACHED')", ("failed",)),
+    Hostile("one huge sparse file", "open('x', 'wb').truncate(1 << 40); print('REACHED')", ("failed",)),
     Hostile("flood of stdout", "while True: print('x' * 100000)", ("output",)),
     Hostile("flood of stderr", "import sys\nwhile True: sys.stderr.write('x' * 100000)", ("output",)),
     Hostile("flood of the result's descriptor", "import os\nwhile True: os.write(3, bytes(1000000))", ("output",)),
@@ -206,12 +206,12 @@ attempt(lambda: os.rename("/tmp", "/x"))
 attempt(lambda: os.mkdir("/x"))
 """),
     Hostile("links out of its home", _TRY + """
-os.symlink("@secret", "/tmp/soft")
-attempt(lambda: open("/tmp/soft").read())
-attempt(lambda: os.link("@secret", "/tmp/hard"))
-attempt(lambda: os.link(os.__file__, "/tmp/hard"))
-os.symlink("/", "/tmp/root")
-attempt(lambda: open("/tmp/root/etc/passwd").read())
+os.symlink("@secret", "soft")
+attempt(lambda: open("soft").read())
+attempt(lambda: os.link("@secret", "hard"))
+attempt(lambda: os.link(os.__file__, "hard"))
+os.symlink("/", "root")
+attempt(lambda: open("root/etc/passwd").read())
 """),
     Hostile("overwrites the interpreter", _TRY + """
 attempt(lambda: os.open("/proc/self/exe", os.O_WRONLY))
@@ -239,15 +239,15 @@ attempt(lambda: socket.sethostname("x"))
 """),
     Hostile("devices", _TRY + """
 import stat
-attempt(lambda: os.mknod("/tmp/disk", 0o600 | stat.S_IFBLK, os.makedev(8, 0)))
+attempt(lambda: os.mknod("disk", 0o600 | stat.S_IFBLK, os.makedev(8, 0)))
 attempt(lambda: os.open("/dev/tty", os.O_RDWR))
 attempt(lambda: os.open("/dev/kvm", os.O_RDWR))
 """),
     Hostile("runs what it wrote", _TRY + """
-with open("/tmp/run", "w") as file:
+with open("run", "w") as file:
     file.write("#!/bin/sh\\necho REACHED\\n")
-os.chmod("/tmp/run", 0o4777)
-attempt(lambda: os.execv("/tmp/run", ["/tmp/run"]))
+os.chmod("run", 0o4777)
+attempt(lambda: os.execv("./run", ["run"]))
 """),
     # The network.
     Hostile("connects by TCP", _TRY + """
