@@ -1,7 +1,8 @@
-"""How long new weights take to reach the rollout engine, on one GPU, with real shapes and random weights.
+"""How long new weights take to reach the rollout engine, with real shapes and random weights.
 
   python tools/bench_sync.py --model 4b --out sync_4b.json
   python tools/bench_sync.py --model 1.7b 4b 8b --dtype bfloat16
+  torchrun --nproc_per_node 2 tools/bench_sync.py --model 4b --dtype bfloat16
 
 Measured after a change of the trainer's weights, with the device waited for at both ends of each part:
 
@@ -9,7 +10,9 @@ Measured after a change of the trainer's weights, with the device waited for at 
   wake   a fresh copy in the rollout's dtype, and the probe that compares it with the trainer's model
   ready  both, and all else before the first token: the pool, a prefill, the CUDA graphs of one row
 
-On the CPU (--model tiny) the engine shares the trainer's weights, and there is nothing to copy.
+The trainer's weights are fp32. `--dtype`, as in a config, is of its forward: with bfloat16, and with several processes,
+they are sharded, and each layer is gathered in that dtype on its way into the copy. Each part lasts until the slowest
+process is done. On the CPU (--model tiny) one process's engine shares the trainer's weights: there is nothing to copy.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from random_trainer import random_trainer, trainer_device
 from rollout_shapes import MODELS, model_config
 from tool_results import benchmark
 
@@ -31,19 +35,25 @@ from sparrow.engine.engine import Engine, EngineConfig
 from sparrow.engine.sampler import SamplingParams
 from sparrow.memory_sizes import parameter_counts
 from sparrow.models.decoder import Decoder
-from sparrow.models.decoder_config import DecoderConfig
+from sparrow.training import distributed
 
-TARGET_S = 0.5  # sync and wake of 4B
+TARGET_S = {1: 0.5, 2: 1.0}  # sync and wake of 4B, by the number of GPUs
 PROMPT = list(range(1, 33))
 CHANGE = 1 + 2**-7  # the least that bf16 shows
 
 
 @dataclass(frozen=True)
 class SyncResult:
-    """Seconds are medians over the repeats, `worst_s` the longest sync and wake of one; `gb` is read and written."""
+    """Seconds are medians over the repeats, `worst_s` the longest sync and wake of one.
+
+    Attributes:
+        gb: the fewest bytes: a process's own weights read, and the whole copy written.
+        peak_gib: of the first process's device.
+    """
 
     model: str
     weights: str
+    processes: int
     trained_in: str
     rollout_in: str
     parameters: int
@@ -60,16 +70,17 @@ class SyncResult:
 def main(argv: list[str] | None = None) -> int:
     """See the module."""
     args = _parse(sys.argv[1:] if argv is None else argv)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return benchmark(lambda: _measured(args, device), args.out, device)
+    with trainer_device() as device:
+        return benchmark(lambda: _measured(args, device), args.out, device)
 
 
 def _measured(args: argparse.Namespace, device: torch.device) -> dict[str, object]:
     results = []
     for name in args.model:
         results.append(measure(name, device, args))
-        print(show(results[-1]), flush=True)
-    return {"target_s": TARGET_S, "results": [asdict(result) for result in results]}
+        if distributed.rank() == 0:
+            print(show(results[-1]), flush=True)
+    return {"target_s": TARGET_S.get(distributed.world_size()), "results": [asdict(result) for result in results]}
 
 
 def measure(name: str, device: torch.device, args: argparse.Namespace) -> SyncResult:
@@ -84,10 +95,12 @@ def measure(name: str, device: torch.device, args: argparse.Namespace) -> SyncRe
     rows = [_repeat(engine, model, device) for _ in range(args.repeats + 1)][1:]
     sync_s, wake_s, ready_s = (statistics.median(column) for column in zip(*rows, strict=True))
     count = parameter_counts(model.config).total
-    copied = type(engine.weights).__name__ == "PackedWeights"
+    copied = type(engine.weights).__name__ != "SharedWeights"
+    read = model.head_weight.itemsize / distributed.world_size()
     return SyncResult(
         model=name,
         weights=type(engine.weights).__name__,
+        processes=distributed.world_size(),
         trained_in=args.dtype,
         rollout_in=str(engine.dtype).removeprefix("torch."),
         parameters=count,
@@ -96,26 +109,10 @@ def measure(name: str, device: torch.device, args: argparse.Namespace) -> SyncRe
         wake_s=wake_s,
         worst_s=max(sync + wake for sync, wake, _ in rows),
         ready_s=ready_s,
-        gb=count * (model.head_weight.itemsize + engine.dtype.itemsize) / 1e9 if copied else 0.0,
+        gb=count * (read + engine.dtype.itemsize) / 1e9 if copied else 0.0,
         probe_difference=float(engine.weights.probe_difference),  # type: ignore[attr-defined]
         peak_gib=torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0,
     )
-
-
-@torch.no_grad()
-def random_trainer(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """The trainer's decoder on the device, its weights at the scale of a trained model's."""
-    with torch.device("meta"):
-        model = Decoder(config).to(dtype)
-    model.to_empty(device=device)
-    generator = torch.Generator(device).manual_seed(0)
-    for parameter_name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
-            parameter.fill_(1)
-        else:
-            ends = "embed_tokens" in parameter_name or "lm_head" in parameter_name
-            parameter.normal_(0, 0.02 if ends else parameter.shape[1] ** -0.5, generator=generator)
-    return model.requires_grad_(False)
 
 
 def _repeat(engine: Engine, model: Decoder, device: torch.device) -> tuple[float, float, float]:
@@ -133,30 +130,37 @@ def _generate(engine: Engine) -> None:
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    _wait(device)
     started = time.perf_counter()
     work()
+    _wait(device)
+    return time.perf_counter() - started
+
+
+def _wait(device: torch.device) -> None:
+    """Until the device, and all processes, are done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - started
+    distributed.barrier()
 
 
 def show(result: SyncResult) -> str:
     """One line."""
-    total = result.sync_s + result.wake_s
+    total, target = result.sync_s + result.wake_s, TARGET_S.get(result.processes)
+    aim = "" if target is None else f"; target {target:g} for 4b"
     speed = f"{result.gb / result.wake_s:.0f} GB/s" if result.gb else "nothing copied"
+    several = f", {result.processes} processes" if result.processes > 1 else ""
     return (
-        f"{result.model:5s} {result.weights}, {result.trained_in} to {result.rollout_in}  sync {result.sync_s:.3f} s + "
-        f"wake {result.wake_s:.3f} s = {total:.3f} s (worst {result.worst_s:.3f}; target {TARGET_S} for 4b)  {speed}  "
-        f"ready {result.ready_s:.3f} s  probe {result.probe_difference:.4f} nats  peak {result.peak_gib:.1f} GiB"
+        f"{result.model:5s} {result.weights}, {result.trained_in} to {result.rollout_in}{several}  sync "
+        f"{result.sync_s:.3f} s + wake {result.wake_s:.3f} s = {total:.3f} s (worst {result.worst_s:.3f}{aim})  {speed}"
+        f"  ready {result.ready_s:.3f} s  probe {result.probe_difference:.4f} nats  peak {result.peak_gib:.1f} GiB"
     )
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=MODELS, required=True)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the trainer's weights")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the trainer's forward")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--max-rows", type=int, default=64)
     parser.add_argument("--kv-tokens", type=int, default=131072)

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from sparrow.errors import UserError
+from sparrow.training import distributed
 
 
 def exit_code(run: Callable[[], object]) -> int:
@@ -27,14 +28,15 @@ def benchmark(run: Callable[[], dict[str, object]], out: Path | None, device: to
     """Runs it, and writes what it measured with command, machine, version and date; its exit code.
 
     Args:
-        out: JSON file; None writes nothing. That it can be written shows before the measurement, not after it.
+        out: JSON file; None writes nothing. That it can be written shows before the measurement, not after it. Of
+            several processes the first writes.
     """
 
     def measured() -> None:
         if out is not None:
             _make_room(out)
         figures = run()
-        if out is not None:
+        if out is not None and distributed.rank() == 0:
             origin = {"command": " ".join(sys.argv), "machine": machine(device), "torch": torch.__version__}
             write_json(out, {**origin, "date": time.strftime("%Y-%m-%d"), **figures})
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from random_trainer import compute_dtype, random_trainer
 from rollout_shapes import kv_cache, model_config
 from training_logprob import timed
 from training_parts import MicroTimer
 from training_rl import random_batch
-from training_step import random_policy
+from training_step import TrainingOptions
 
-from sparrow.attention.dense import DenseBackend
 from sparrow.components.distill_loss import DistillLoss, FullKL, SampledK3, TopKKL
 from sparrow.components.distiller import LoRADistiller
 from sparrow.errors import UserError
@@ -38,9 +38,9 @@ LOSSES: dict[str, Callable[[int], DistillLoss]] = {
 }
 
 
-@dataclass(frozen=True)
-class DistillOptions:
-    """What a run measures; `recompute`, `offload` and `compiled` as in `prepare_layers`.
+@dataclass(frozen=True, kw_only=True)
+class DistillOptions(TrainingOptions):
+    """What mode `distill` measures.
 
     Attributes:
         tokens, prompt: of each sequence, and how many of them are its prompt.
@@ -50,7 +50,6 @@ class DistillOptions:
         rollout_s: seconds of the rollout a sequence; None where they are not known.
     """
 
-    model: str
     tokens: int
     prompt: int
     schedule: str
@@ -60,11 +59,6 @@ class DistillOptions:
     rank: int
     micro_batch_tokens: int
     top_k: int
-    attention: DenseBackend
-    chunk: int
-    recompute: bool
-    offload: bool
-    compiled: bool
     share: float
     rollout_s: float | None
 
@@ -89,7 +83,7 @@ def measure_distill(options: DistillOptions, device: torch.device) -> dict[str, 
         LEARNING_RATE, rank=options.rank, loss=LOSSES[options.loss](options.top_k), teacher=options.teacher
     )
     cache = kv_cache(options.schedule, options.selector, "auto")
-    model = random_policy(model_config(options.model), device)
+    model = random_trainer(model_config(options.model), device, compute_dtype(device))
     distiller.attach(model)
     prepare_layers(model, options.recompute, options.offload, options.compiled)
     sequences = max(options.micro_batch_tokens // options.tokens, 1)

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from random_trainer import compute_dtype, random_trainer
 from rollout_shapes import model_config
 from training_parts import MicroTimer, PartSeconds, time_optimizer, time_summary
-from training_step import OPTIMIZERS, random_policy
+from training_step import OPTIMIZERS, TrainingOptions
 
-from sparrow.attention.dense import DenseBackend
 from sparrow.components.acceptance import DEFAULT_TAU
 from sparrow.errors import UserError
 from sparrow.models.decoder_config import DecoderConfig
@@ -37,25 +37,19 @@ NEEDED = ("cache", "backend", "makespan_s", "prompt_lengths", "response_lengths"
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class RLOptions:
-    """What a run measures; `recompute`, `offload` and `compiled` as in `prepare_layers`.
+@dataclass(frozen=True, kw_only=True)
+class RLOptions(TrainingOptions):
+    """What mode `rl` measures.
 
     Attributes:
         samples: micro-batches that are run.
         sync_s: seconds of the weight sync, as `bench_sync.py` measured them.
     """
 
-    model: str
     micro_batch_tokens: int
     samples: int
     top_k: int
     optimizer: str
-    attention: DenseBackend
-    chunk: int
-    recompute: bool
-    offload: bool
-    compiled: bool
     sync_s: float
 
 
@@ -232,7 +226,7 @@ def _run_samples(
     options: RLOptions, config: DecoderConfig, micros: Sequence[MicroBatch], batch: RolloutBatch, device: torch.device
 ) -> tuple[TrainingHalf, list[dict[str, Any]]]:
     """The training half, and what was run of it."""
-    model = random_policy(config, device)
+    model = random_trainer(config, device, compute_dtype(device))
     prepare_layers(model, options.recompute, options.offload, options.compiled)
     optimizer = OPTIMIZERS[options.optimizer].build(model.named_parameters())
     timer = MicroTimer(model, options.attention, options.chunk, options.top_k, device)

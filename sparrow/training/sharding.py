@@ -34,7 +34,7 @@ def load_trained(path: Path | str, device: torch.device, dtype: torch.dtype, rep
     """
     if distributed.world_size() == 1 and dtype == torch.float32:
         return load_decoder(path, device, torch.float32)
-    mesh = _mesh(device, replicate)
+    mesh = training_mesh(device, replicate)
     return load_decoder(path, device, torch.float32, lambda model: shard(model, mesh, dtype), copy_share)
 
 
@@ -52,7 +52,8 @@ def shard(model: Decoder, mesh: DeviceMesh, dtype: torch.dtype) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _mesh(device: torch.device, replicate: int) -> DeviceMesh:
+def training_mesh(device: torch.device, replicate: int = 1) -> DeviceMesh:
+    """All processes, for `shard`: one dimension, or copies times shares; makes a group of one where there is none."""
     if not dist.is_initialized():  # one process that no torchrun started
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

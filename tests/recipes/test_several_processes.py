@@ -111,15 +111,23 @@ def workers(node: subprocess.Popen) -> list[int]:
     return [child.pid for child in psutil.Process(node.pid).children()]
 
 
-def test_two_nodes_end_when_a_worker_is_killed_and_the_last_save_counts(arguments, tmp_path):
+BF16 = ["dtype=bfloat16", "engine.tune=false", "kv_cache.page_size=16", "kv_cache.block_size=16"]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(2))])
+def test_two_nodes_end_when_a_worker_is_killed_and_the_last_save_counts(arguments, tmp_path, device):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     node = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}"]
-    run = arguments(*ADAMW, "steps=1000", "checkpoint_every=1", "validation=null")
+    own = [f"device={device}", "validation=null", *(BF16 if device == "cuda" else [])]
+    run = arguments(*ADAMW, "steps=1000", "checkpoint_every=1", *own)
     command = [sys.executable, "-m", "sparrow", "run", *node, "sparrow_grpo", *run]
     output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    nodes = [subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **output) for _ in range(2)]
+    nodes = []
+    for number in range(2):  # each sees a GPU of its own, as nodes do
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": str(number)}
+        nodes.append(subprocess.Popen(command, env=environment, **output))
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob("run/checkpoints/step_??????/COMPLETE")) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -131,7 +139,7 @@ def test_two_nodes_end_when_a_worker_is_killed_and_the_last_save_counts(argument
     assert re.search("error: lost (the connection to another process|the node at|torchrun's store)", errors[0])
     assert "Traceback" not in errors[0]
     saved = max(int(path.parent.name[5:]) for path in tmp_path.glob("run/checkpoints/step_??????/COMPLETE"))
-    assert sparrow_grpo.main(arguments(*ADAMW, f"steps={saved + 1}", "resume=auto", "validation=null")) == 0
+    assert sparrow_grpo.main(arguments(*ADAMW, f"steps={saved + 1}", "resume=auto", *own)) == 0
     assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(1, saved + 2))
 
 
@@ -139,8 +147,11 @@ def test_two_nodes_end_when_a_worker_is_killed_and_the_last_save_counts(argument
 def test_bf16_on_gpus(arguments, tmp_path, processes):
     """The packed copy is filled from the shares, and its probe compares it with the sharded model at each sync."""
     command = [sys.executable, "-m", "sparrow", "run", "--nproc_per_node", str(processes), "sparrow_grpo"]
-    run = arguments(*ADAMW, "dtype=bfloat16", "steps=2", "engine.tune=false", "kv_cache.page_size=16")
-    subprocess.run([*command, *run, "kv_cache.block_size=16"], check=True)
-    for row in metrics(tmp_path / "run")[1:]:
+    subprocess.run([*command, *arguments(*ADAMW, *BF16, "steps=2")], check=True)
+    # One GPU goes on with what several saved.
+    assert sparrow_grpo.main(arguments(*ADAMW, *BF16, "steps=3", "resume=auto")) == 0
+    rows = metrics(tmp_path / "run")[1:]
+    assert len(rows) == 3
+    for row in rows:
         assert row["update/skipped"] == 0.0 and row["grad_norm"] > 0
         assert row["engine/logprob_diff_mean"] < 0.1

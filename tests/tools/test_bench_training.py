@@ -9,6 +9,8 @@ import bench_training
 import pytest
 import torch
 
+from .conftest import Torchrun
+
 
 def test_logprob_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "logprob.json"
@@ -36,6 +38,14 @@ def test_step_counts_its_flops(tmp_path: Path, extra: str, capsys: pytest.Captur
     pairs = sum(n * (n + 1) / 2 for n in result["lengths"])
     assert result["flop"] == 6 * weights * 100 + 12 * 4 * 4 * 16 * pairs
     assert result["mfu"] == pytest.approx(result["flop"] / result["step_s"] / result["flop_per_s"])
+
+
+def test_two_processes_step_on_one_model(tmp_path: Path, torchrun: Torchrun) -> None:
+    command = "step --model tiny --tokens 100 --chunk 32 --out"
+    printed = torchrun(bench_training, *command.split(), tmp_path / "step.json")
+    assert printed.count("tiny: 2 processes, each 100 tokens") == 1
+    result = json.loads((tmp_path / "step.json").read_text())["result"]
+    assert result["tokens_per_s"] == 2 * 100 / result["step_s"]
 
 
 def test_attention_is_measured_beside_dense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
