@@ -13,14 +13,22 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import NoReturn
 
+import psutil
 import torch.distributed as dist
 
 from sparrow.errors import RESUME_ADVICE, UserError
 
+# Keys of the job's store; ranks end theirs.
 FAILED = f"sparrow/failed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 HEARD = f"{FAILED}/heard"
+BEATS, PIDS, LEFT = f"{FAILED}/beats", f"{FAILED}/pids", f"{FAILED}/left"
+LOST = "lost the connection to another process, which was killed or lost its node"
+NO_NODE = "-"  # where it happened is not known, or cannot speak for itself
+
 SECONDS_BETWEEN_LOOKS = 1.0
 SECONDS_TO_BE_HEARD = 5.0
+# A rank that writes gigabytes may keep its own watcher from running for a minute.
+SECONDS_OF_SILENCE = 300.0
 STORE_TIMEOUT = timedelta(seconds=30)
 
 
@@ -30,38 +38,88 @@ def _store() -> dist.Store:
     return dist.TCPStore(host, port, is_master=False, timeout=STORE_TIMEOUT)
 
 
+class _Watch:
+    """What one rank knows of the others, by the store.
+
+    A rank that fails says so. One that is killed cannot: those on its node miss its process, and everywhere else the
+    rank before it misses its beat, as it does of one whose node is lost.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store, self.rank, ranks = store, dist.get_rank(), dist.get_world_size()
+        store.set(f"{PIDS}/{self.rank}", str(os.getpid()))
+        first = self.rank - int(os.environ["LOCAL_RANK"])
+        neighbours = range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))
+        self.pids = {rank: int(store.get(f"{PIDS}/{rank}")) for rank in neighbours if rank != self.rank}
+        self.next, self.beats, self.looks_in_silence = (self.rank + 1) % ranks, 0, 0
+
+    def failure(self) -> str | None:
+        """Node and cause of what ended the run, if anything did."""
+        self.store.add(f"{BEATS}/{self.rank}", 1)
+        gone = [rank for rank, pid in self.pids.items() if not psutil.pid_exists(pid)]
+        silent = self._silent()
+        if self.store.check([FAILED]):  # what a rank says of itself comes before what is missed
+            return self.store.get(FAILED).decode()
+        for rank, cause in [(rank, "is gone: its process was killed") for rank in gone] + silent:
+            if not self.store.check([f"{LEFT}/{rank}"]):
+                return self.store.compare_set(FAILED, "", f"{NO_NODE} rank {rank} {cause}").decode()
+        return None
+
+    def _silent(self) -> list[tuple[int, str]]:
+        """The next rank, if so many looks in a row found it silent; they pause while this process stands still."""
+        beats = self.store.add(f"{BEATS}/{self.next}", 0)
+        self.looks_in_silence = self.looks_in_silence + 1 if beats == self.beats else 0
+        self.beats = beats
+        if self.looks_in_silence * SECONDS_BETWEEN_LOOKS < SECONDS_OF_SILENCE:
+            return []
+        cause = f"has not been heard of for {SECONDS_OF_SILENCE:.0f} s: its node is lost, or it stands still"
+        return [(self.next, cause)]
+
+    def leave(self) -> None:
+        """This rank is done: from now on it is not missed."""
+        self.store.set(f"{LEFT}/{self.rank}", "")
+
+
 @contextmanager
 def watched(report: Callable[[str], None]) -> Iterator[None]:
-    """Inside, the failure of another rank is reported and ends this process; one of this rank is told to the others.
+    """Inside, the loss of another rank is reported and ends this process; a failure of this one is told to the others.
 
     Whatever passes as an exception is a failure. What is to end all ranks in an orderly way must not.
     """
     store, ended = _store(), threading.Event()
+    watch = _Watch(store)
 
-    def watch() -> None:
+    def look() -> None:
         while not ended.wait(SECONDS_BETWEEN_LOOKS):
             try:
-                cause = store.get(FAILED).decode() if store.check([FAILED]) else None
-            except dist.DistError:  # The store went with the process that held it: the next collective says so.
+                told = watch.failure()
+            except dist.DistError:  # The store went with the process that held it.
+                if not ended.wait(SECONDS_TO_BE_HEARD):
+                    report(f"lost torchrun's store, with the process or node that held it; {RESUME_ADVICE}")
+                    os._exit(1)
                 return
-            if cause is not None and not ended.is_set():
-                _leave(store, cause, report)
+            if told is not None and not ended.is_set():
+                _leave(store, told, report)
 
-    watcher = threading.Thread(target=watch, daemon=True)
+    watcher = threading.Thread(target=look, daemon=True)
     watcher.start()
     try:
         yield
     except BaseException as error:
         ended.set()
         watcher.join()
-        if not is_lost_peer(error):
-            # The first to fail is the cause; what others meet after it is not to hide it.
-            what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            with suppress(dist.DistError):
+        # The first to fail is the cause; what others meet after it is not to hide it.
+        with suppress(dist.DistError):
+            if is_lost_peer(error):
+                store.compare_set(FAILED, "", f"{NO_NODE} rank {dist.get_rank()} {LOST}")
+            else:
+                what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
                 _tell(store, f"rank {dist.get_rank()} failed: {what}")
         raise
     ended.set()
     watcher.join()
+    with suppress(dist.DistError):
+        watch.leave()
 
 
 def _tell(store: dist.Store, cause: str) -> None:
@@ -106,4 +164,4 @@ def lost_peer_message(error: BaseException) -> str:
             return said(store.get(FAILED).decode().partition(" ")[2])
     except dist.DistError:  # The store went with the process that held it.
         pass
-    return f"lost the connection to another process, which was killed or lost its node; {RESUME_ADVICE} ({error})"
+    return f"{LOST}; {RESUME_ADVICE} ({error})"

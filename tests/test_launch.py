@@ -4,9 +4,11 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import IO
 
+import psutil
 import pytest
 
 from sparrow.cli import main
@@ -151,18 +153,45 @@ def test_an_error_of_a_rank_is_said_once(toy: Path, overrides: list[str], code: 
     assert errors == [line]
 
 
-def test_a_rank_that_fails_ends_those_that_work_on_another_node(toy: Path) -> None:
-    """No agent of torchrun knows of both, and the other rank is in no collective that could notice."""
+def two_nodes(toy: Path, *overrides: str) -> list[subprocess.Popen[str]]:
+    """Two agents of torchrun, each with one rank. Neither knows of the other's, and work is no collective."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     node = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}"]
-    command, pipe = [*TUNE, *node, *TOY, "end=bug", "on_rank=1", "work=600"], subprocess.PIPE
-    nodes = [subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=toy) for _ in range(2)]
+    command, pipe = [*TUNE, *node, *TOY, "work=600", *overrides], subprocess.PIPE
+    return [subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=toy) for _ in range(2)]
+
+
+def test_a_rank_that_fails_ends_those_that_work_on_another_node(toy: Path) -> None:
+    nodes = two_nodes(toy, "end=bug", "on_rank=1")
     errors = "".join(node.communicate(timeout=100)[1] for node in nodes)
     assert [node.returncode for node in nodes] == [1, 1]
     assert "[rank1]: RuntimeError: a bug" in errors and "rendezvous.api" not in errors
     assert f"error: rank 1 failed: RuntimeError: a bug; this ended all ranks, and {RESUME_ADVICE}\n" in errors
+
+
+def test_a_rank_that_is_killed_ends_those_that_work_beside_it(toy: Path) -> None:
+    """They are in no collective, or in one of NCCL over NVLink, which does not notice either."""
+    started = time.monotonic()
+    done = run([*TUNE, "--nproc_per_node", "3", *TOY, "end=killed", "on_rank=1", "work=600"], toy)
+    assert done.returncode == 137 and f"error: rank 1 was killed by signal 9; {RESUME_ADVICE}\n" in done.stderr
+    assert time.monotonic() - started < 90
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_node_that_is_lost_ends_the_others(toy: Path, rank: int) -> None:
+    """Its process stands still: no connection is closed, nobody is told."""
+    nodes = two_nodes(toy, "end=suspended", f"on_rank={rank}", "silence=3")
+    deadline = time.monotonic() + 100
+    while all(node.poll() is None for node in nodes) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    ended, lost = sorted(nodes, key=lambda node: node.poll() is None)
+    for process in psutil.Process(lost.pid).children():
+        process.kill()
+    lost.communicate(timeout=100)
+    assert ended.returncode == 1
+    assert f"error: rank {rank} has not been heard of for 3 s" in ended.communicate()[1]
 
 
 def test_names_of_a_recipe_are_found_when_runpy_leaves_main_alone(toy: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -10,6 +12,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from sparrow import peers
 from sparrow.config import Component
 from sparrow.errors import UserError
 from sparrow.launch import check_stop, run_recipe
@@ -23,9 +26,10 @@ class Nested:
 @dataclass(kw_only=True)
 class Config:
     recipe: str
-    end: Literal["done", "user_error", "bug", "stop", "setup_error"] = "done"
+    end: Literal["done", "user_error", "bug", "stop", "setup_error", "killed", "suspended"] = "done"
     on_rank: int = 0
     work: int = 0  # seconds that the other ranks do not look up
+    silence: float = 300.0  # until a rank is given up
     nested: Nested = field(default_factory=Nested)
     part: Component | None = None
 
@@ -42,6 +46,7 @@ class Toy:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.rank = dist.get_rank() if dist.is_initialized() else 0
+        peers.SECONDS_OF_SILENCE = config.silence
 
     def setup(self) -> None:
         if self.config.end == "setup_error":
@@ -55,6 +60,8 @@ class Toy:
             raise UserError("lr: 2.0 is above the limit of 1.0")
         if end == "bug":
             raise RuntimeError("a bug")
+        if end in ("killed", "suspended"):
+            os.kill(os.getpid(), signal.SIGKILL if end == "killed" else signal.SIGSTOP)
         time.sleep(self.config.work)
         while self.config.end == "stop":
             time.sleep(0.05)

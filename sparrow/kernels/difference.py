@@ -22,10 +22,12 @@ def _difference_kernel(
     row = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
-    x = tl.load(first + row * vocab + token, mask=inside, other=float("-inf")) / temperature
-    y = tl.load(second + row * vocab + token, mask=inside, other=float("-inf")) / temperature
-    p = tl.exp(x - tl.load(first_normaliser + row))
-    q = tl.exp(y - tl.load(second_normaliser + row))
+    x = tl.load(first + row * vocab + token, mask=inside, other=float("-inf"))
+    y = tl.load(second + row * vocab + token, mask=inside, other=float("-inf"))
+    # Divided exactly: an approximate division may be fused with the subtraction for one of the two, and not for the
+    # other, and then equal logits differ.
+    p = tl.exp(tl.div_rn(x, temperature) - tl.load(first_normaliser + row))
+    q = tl.exp(tl.div_rn(y, temperature) - tl.load(second_normaliser + row))
     tl.store(partial + row * tl.num_programs(0) + tl.program_id(0), tl.sum(tl.abs(p - q), 0))
 
 
@@ -43,7 +45,8 @@ def summed_difference(
     blocks = triton.cdiv(V, BLOCK)
     partial_NB = torch.empty(N, blocks, dtype=torch.float32, device=first_NV.device)
     if N:
+        normalisers = (first_normaliser_N, second_normaliser_N)
         _difference_kernel[(blocks, N)](
-            first_NV, second_NV, first_normaliser_N, second_normaliser_N, partial_NB, temperature, V, BLOCK, num_warps=4
+            first_NV, second_NV, *normalisers, partial_NB, temperature, V, BLOCK, num_warps=4
         )
     return partial_NB.sum(-1)
