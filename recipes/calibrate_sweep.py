@@ -7,20 +7,13 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
-from sparrow.components.kv_cache import DenseKVCache, SparseKVCache
+from sparrow.components.kv_cache import SparseKVCache
 from sparrow.errors import UserError
 from sparrow.launch import check_stop
 from sparrow.protocols import KVCache
 from sparrow.recipes.calibrate_config import CalibrateConfig, Mode
-from sparrow.recipes.calibrate_measure import (
-    Sampler,
-    Scorer,
-    Trajectories,
-    appended,
-    joined_trajectories,
-    share_of,
-    some_of,
-)
+from sparrow.recipes.calibrate_measure import Sampler, Scorer, Trajectories, appended, some_of
+from sparrow.recipes.calibrate_rates import TokenRates
 from sparrow.recipes.calibrate_report import progress_line
 from sparrow.recipes.calibrate_results import Results
 from sparrow.recipes.calibrate_surface import Measured, bins_of, joined
@@ -31,7 +24,7 @@ class Sweep:
     """Fills `results` for every budget of `caches`; all methods are collective.
 
     Args:
-        adapter: makes the context of every sparse rollout and forward; the dense side runs outside of it.
+        adapter: as `TokenRates` takes it.
     """
 
     def __init__(
@@ -43,8 +36,8 @@ class Sweep:
         caches: Mapping[int, SparseKVCache],
         adapter: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self.cfg, self.results, self.sampler, self.scorer, self.caches = cfg, results, sampler, scorer, caches
-        self.adapter = adapter
+        self.cfg, self.results, self.scorer, self.caches = cfg, results, scorer, caches
+        self.rates = TokenRates(cfg.num_samples, sampler, scorer, adapter)
 
     def missing(self, mode: Mode) -> dict[int, list[int]]:
         """The budgets that have not seen all prompts, by the first prompt that they lack."""
@@ -93,51 +86,24 @@ class Sweep:
     def _measure(self, mode: Mode, prompts: range) -> Callable[[KVCache], Measured]:
         """For `teacher_forced` the dense side is computed once for all budgets."""
         if mode == "generate":
-            return lambda cache: self._generated(cache, prompts)
+            return lambda cache: self.rates.generated(cache, prompts)
         n = self.cfg.num_samples
-        return self._rescoring(some_of(self.trajectories(), prompts.start * n, prompts.stop * n))
+        return self.rates.rescoring(some_of(self.trajectories(), prompts.start * n, prompts.stop * n))
 
     def unseen(self, mode: Mode, cache: SparseKVCache, prompts: range) -> Measured:
         """The tokens of prompts that are kept nowhere, under one cache."""
         if mode == "generate":
-            return self._generated(cache, prompts)
-        return self._rescoring(self._sampled_dense(prompts))(cache)
-
-    def _generated(self, cache: KVCache, prompts: range) -> Measured:
-        with self.adapter():
-            batch = self.sampler.sample(cache, prompts, keep_hidden=True)
-        return self.scorer.generated(batch)
-
-    def _rescoring(self, trajectories: Trajectories) -> Callable[[KVCache], Measured]:
-        batch = share_of(trajectories, self.cfg.num_samples, distributed.rank(), distributed.world_size())
-        dense = [self.scorer.dense_hidden(micro) for micro in self.scorer.pack(batch)]
-
-        def rescored(cache: KVCache) -> Measured:
-            with self.adapter():
-                return self.scorer.rescored(batch, cache, dense)
-
-        return rescored
+            return self.rates.generated(cache, prompts)
+        return self.rates.rescoring(self.rates.dense_trajectories(cache, prompts))(cache)
 
     def trajectories(self) -> Trajectories:
         """The saved ones, so that all budgets see the same tokens, also those of a later run; sampled where missing."""
         saved = self.results.load_trajectories()
         first = distributed.gather_objects(len(saved.prompts) // self.cfg.num_samples)[0]
         if prompts := self._prompts_from(first):
-            more = self._sampled_dense(prompts)
+            more = self.rates.dense_trajectories(next(iter(self.caches.values())), prompts)
             if distributed.rank() == 0:
                 self.results.save_trajectories(appended(saved, more))
             distributed.barrier()
             saved = self.results.load_trajectories()
         return some_of(saved, 0, self.cfg.prompts * self.cfg.num_samples)
-
-    def _sampled_dense(self, prompts: range) -> Trajectories:
-        """Over all ranks."""
-        started = time.perf_counter()
-        some = next(iter(self.caches.values()))
-        batch = self.sampler.sample(DenseKVCache(some.page_size, some.block_size), prompts, keep_hidden=False)
-        mine = Trajectories(batch.prompts, batch.lengths_S, batch.tokens_T)
-        whole = joined_trajectories(distributed.gather_objects(mine), self.cfg.num_samples)
-        if distributed.rank() == 0:
-            figures = f"{len(whole.prompts)} sequences, {len(whole.tokens_T):,} tokens"
-            print(f"dense trajectories  {figures}  {time.perf_counter() - started:.0f}s", flush=True)
-        return whole

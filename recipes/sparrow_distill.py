@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -24,7 +23,7 @@ from sparrow.components.acceptance import AcceptanceTail
 from sparrow.components.budget import FixedBudget
 from sparrow.components.data import Example, PromptData
 from sparrow.components.distiller import Distiller
-from sparrow.components.kv_cache import DenseKVCache, SparseKVCache, check_runs
+from sparrow.components.kv_cache import SparseKVCache, check_runs
 from sparrow.config import to_yaml
 from sparrow.engine.engine import Engine
 from sparrow.errors import Interrupted, UserError
@@ -34,7 +33,8 @@ from sparrow.models.decoder_config import read_config
 from sparrow.models.tokenizer import tokenizer_of_model
 from sparrow.protocols import AdaptiveBudget, KVCache
 from sparrow.recipes.calibrate_config import check_model, check_reserved, fixed_budget, with_budget
-from sparrow.recipes.calibrate_measure import Sampler, Scorer, Trajectories, joined_trajectories, share_of
+from sparrow.recipes.calibrate_measure import Sampler, Scorer, Trajectories
+from sparrow.recipes.calibrate_rates import TokenRates
 from sparrow.recipes.calibrate_results import Results, write_whole
 from sparrow.recipes.calibrate_surface import Measured
 from sparrow.recipes.distill_config import DistillConfig, adapter_folder, check, check_distiller, settings
@@ -161,10 +161,10 @@ class SparrowDistill:
     # P5 of the held-out prompts
 
     def _measured(self, when: str) -> dict[int, Measured]:
-        """The tokens under each budget: without the adapter `before`, with it after; collective."""
+        """The tokens under each budget; collective."""
         if missing := self._missing(when):
             started, prompts = time.perf_counter(), self.cfg.held_out_prompts
-            measure = self._forced(when) if self.cfg.mode == "teacher_forced" else self._generated(when)
+            measure = self._measure(when)
             for budget in missing:
                 check_stop()
                 measured = measure(self.caches[budget])
@@ -179,39 +179,21 @@ class SparrowDistill:
         missing = [budget for budget in self.caches if not self.results.prompts(when, budget)]
         return list(distributed.gather_objects(missing)[0])
 
-    def _adapter(self, when: str) -> Any:
-        return nullcontext() if when == "before" else self.distiller.rollout()
+    def _measure(self, when: str) -> Callable[[KVCache], Measured]:
+        """Without the adapter `before`, with it after."""
+        cfg, held_out = self.cfg, range(self.cfg.held_out_prompts)
+        adapter = nullcontext if when == "before" else self.distiller.rollout
+        rates = TokenRates(cfg.num_samples, self.sampler, self.scorer, adapter)
+        if cfg.mode == "generate":
+            return lambda cache: rates.generated(cache, held_out)
+        return rates.rescoring(self._trajectories(rates, held_out))
 
-    def _forced(self, when: str) -> Any:
-        """Dense trajectories, the same ones for all, re-scored with the pages that decode would have read."""
-        batch = share_of(self._trajectories(), self.cfg.num_samples, distributed.rank(), distributed.world_size())
-        dense = [self.scorer.dense_hidden(micro) for micro in self.scorer.pack(batch)]
-
-        def measure(cache: KVCache) -> Measured:
-            with self._adapter(when):
-                return self.scorer.rescored(batch, cache, dense)
-
-        return measure
-
-    def _generated(self, when: str) -> Any:
-        """Trajectories of the sparse policy, a set for each budget."""
-
-        def measure(cache: KVCache) -> Measured:
-            with self._adapter(when):
-                batch = self.sampler.sample(cache, range(self.cfg.held_out_prompts), keep_hidden=True)
-            return self.scorer.generated(batch)
-
-        return measure
-
-    def _trajectories(self) -> Trajectories:
+    def _trajectories(self, rates: TokenRates, held_out: range) -> Trajectories:
         """The saved ones; sampled where there are none."""
         saved = self.results.load_trajectories()
         if distributed.gather_objects(len(saved.prompts))[0]:
             return saved
-        dense = DenseKVCache(self.cache.page_size, self.cache.block_size)
-        batch = self.sampler.sample(dense, range(self.cfg.held_out_prompts), keep_hidden=False)
-        mine = Trajectories(batch.prompts, batch.lengths_S, batch.tokens_T)
-        whole = joined_trajectories(distributed.gather_objects(mine), self.cfg.num_samples)
+        whole = rates.dense_trajectories(self.cache, held_out)
         if distributed.rank() == 0:
             self.results.save_trajectories(whole)
         distributed.barrier()
