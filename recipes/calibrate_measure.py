@@ -25,6 +25,7 @@ from sparrow.models.decoder import Decoder
 from sparrow.models.tokenizer import Tokenizer
 from sparrow.protocols import KVCache
 from sparrow.recipes.calibrate_surface import Measured, joined
+from sparrow.recipes.evaluate import encode_prompt
 from sparrow.rollout import RolloutBatch
 from sparrow.training import distributed
 from sparrow.training.logprob import score_tokens
@@ -78,10 +79,7 @@ class Sampler:
 
     def encode(self, number: int) -> list[int]:
         """Token ids of a prompt of the data."""
-        prompt = self.data.example(number).prompt
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        return self.tokenizer.apply_chat_template(prompt, self.cfg.enable_thinking)
+        return encode_prompt(self.tokenizer, self.data.example(number).prompt, self.cfg.enable_thinking)
 
 
 class Scorer:

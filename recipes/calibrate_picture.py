@@ -12,9 +12,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from sparrow.protocols import KVCache
-from sparrow.recipes.calibrate_results import write_whole
 from sparrow.recipes.calibrate_surface import Cell
 from sparrow.tracking.picture import BLUE, GREY, ORANGE, RED
+from sparrow.whole_files import write_whole
 
 
 def draw_surface(file: Path, cells: Sequence[Cell], bin_width: int, tau: float, title: str) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import os
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch
 from sparrow.errors import UserError
 from sparrow.recipes.calibrate_measure import Trajectories
 from sparrow.recipes.calibrate_surface import Cell, Measured
+from sparrow.whole_files import write_csv, write_text, write_whole
 
 SURFACE = ("page_size", "bin_start", "budget_pages", "p5", "p5_low", "p5_high", "tokens")
 # What a choice ends in. Before the next one these go, so that none stands beside a surface that it does not come from.
@@ -81,7 +80,7 @@ class Results:
 
     def _write(self, file: Path, content: dict[str, Any]) -> None:
         text = json.dumps(self.settings, indent=2) + "\n"
-        write_whole(self.folder / "settings.json", lambda part: part.write_text(text, encoding="utf-8"))
+        write_text(self.folder / "settings.json", text)
         write_whole(file, lambda part: torch.save(content, part))
 
     def _file(self, mode: str, budget: int) -> Path:
@@ -108,26 +107,11 @@ def remove_chosen(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def write_whole(file: Path, write: Callable[[Path], object]) -> None:
-    """`write` gets a temporary path; `file` is the old one or the new one at every moment."""
-    part = file.with_name(f"{file.name}.part")
-    write(part)
-    os.replace(part, file)
-
-
 def write_surface(file: Path, cells: Iterable[Cell], page_size: int) -> None:
     """One row for each cell that has tokens, the columns `SURFACE`."""
     filled = [cell for cell in cells if cell.tokens]
     rows = [(page_size, c.bin_start, c.budget, *map(_figure, (c.p5, c.low, c.high)), c.tokens) for c in filled]
     write_csv(file, SURFACE, rows)
-
-
-def write_csv(file: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    def write(part: Path) -> None:
-        with part.open("w", newline="", encoding="utf-8") as handle:
-            csv.writer(handle, lineterminator="\n").writerows([header, *rows])
-
-    write_whole(file, write)
 
 
 def _figure(value: float) -> str:

@@ -12,8 +12,8 @@ import yaml
 from sparrow.components.schedule_file import ScheduleFile
 from sparrow.protocols import RunSettings
 from sparrow.recipes.calibrate_config import CalibrateConfig, Mode
-from sparrow.recipes.calibrate_results import write_whole
 from sparrow.recipes.calibrate_surface import Cell
+from sparrow.whole_files import write_text
 
 
 def schedule_of(
@@ -39,4 +39,4 @@ def write_schedule(file: Path, schedule: ScheduleFile) -> None:
     node = {key: value for key, value in asdict(schedule).items() if value is not None}
     comment = f"# Total pages per {schedule.bin_width} tokens of cached length, from sparrow_calibrate\n"
     text = comment + yaml.safe_dump(node, sort_keys=False, default_flow_style=None, width=120)
-    write_whole(file, lambda part: part.write_text(text, encoding="utf-8"))
+    write_text(file, text)

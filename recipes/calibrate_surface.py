@@ -82,6 +82,12 @@ def bins_of(lengths_N: Sequence[Tensor], bin_width: int, from_length: int, until
     return range(first * bin_width, (last + 1) * bin_width, bin_width)
 
 
+def inside(measured: Measured, start: int, width: int) -> Measured:
+    """The tokens of one bin of cached length."""
+    inside_N = (measured.cached_length_N >= start) & (measured.cached_length_N < start + width)
+    return Measured(**{name: values_N[inside_N] for name, values_N in vars(measured).items()})
+
+
 def cells_of(
     measured: Measured, budget: int, bins: range, confidence: float, resamples: int, seed: int = 0
 ) -> list[Cell]:
@@ -94,8 +100,8 @@ def cells_of(
         raise UserError(f"budget {budget}: the acceptance rate of {broken} tokens is not finite")
     cells = []
     for start in bins:
-        inside_N = (measured.cached_length_N >= start) & (measured.cached_length_N < start + bins.step)
-        alpha_N, sequence_N = measured.alpha_N[inside_N], measured.sequence_N[inside_N]
+        part = inside(measured, start, bins.step)
+        alpha_N, sequence_N = part.alpha_N, part.sequence_N
         p5 = low = high = float("nan")
         if len(alpha_N):
             p5 = tail_quantile(alpha_N, TAIL)
@@ -113,6 +119,12 @@ def bootstrap_interval(
         alpha_N: at least one value, in [0, 1].
         sequence_N: any integers.
     """
+    value_R, outside = resampled_quantile(alpha_N, sequence_N, quantile, resamples, seed), (1 - confidence) / 2
+    return tail_quantile(value_R, outside), min(tail_quantile(value_R, 1 - outside) + 1 / GRID, 1.0)
+
+
+def resampled_quantile(alpha_N: Tensor, sequence_N: Tensor, quantile: float, resamples: int, seed: int) -> Tensor:
+    """The quantile of each resample [R], down to the grid; for the same sequences and seed the draws are the same."""
     member_N = sequence_N.unique(return_inverse=True)[1]
     S = int(member_N.max()) + 1
     point_V, point_N = (alpha_N.double() * GRID).floor().unique(return_inverse=True)
@@ -123,9 +135,7 @@ def bootstrap_interval(
     times_RS = torch.zeros(resamples, S).scatter_add_(1, drawn_RS, torch.ones(resamples, S))
     # fp32 counts whole numbers exactly up to 16M; their running sums do not stay below it.
     below_RV = (times_RS @ tokens_SV.float()).double().cumsum(-1)
-    value_R = point_V[torch.searchsorted(below_RV, quantile * below_RV[:, -1:]).squeeze(1)] / GRID
-    outside = (1 - confidence) / 2
-    return tail_quantile(value_R, outside), min(tail_quantile(value_R, 1 - outside) + 1 / GRID, 1.0)
+    return point_V[torch.searchsorted(below_RV, quantile * below_RV[:, -1:]).squeeze(1)] / GRID
 
 
 def first_sequences(measured: Measured, S: int) -> Measured:

@@ -13,6 +13,7 @@ from sparrow.cost import Cost
 from sparrow.cost_search import Choice
 from sparrow.rates import Rates
 from sparrow.recipes.cost_measured import Comparison
+from sparrow.whole_files import write_whole
 
 COLOURS = ("#2f6db3", "#e08a1e", "#3a9a5b", "#8a5bb3", "#2a9d9d", "#8a8f98")
 DENSE_COLOUR = "#c8402f"
@@ -111,9 +112,7 @@ def draw_costs(
         speedup.plot([c.context / 1024 for c in fast], [c.measured_speedup for c in fast], "o", color=colour)
     _finish(time, f"A decode step of {rows} rows, predicted (points: measured)", "ms")
     _finish(speedup, "Speed-up over dense", "dense / sparse")
-    part = png.with_name(png.name + ".part")
-    figure.savefig(part, format="png")
-    part.replace(png)
+    write_whole(png, lambda part: figure.savefig(part, format="png"))
 
 
 def _finish(axes: Axes, title: str, label: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from sparrow.estimators import CONFIDENCE, RESAMPLES, Estimate, over_problems
 from sparrow.recipes.eval_config import Mode
 from sparrow.recipes.eval_store import SampleStore, figures_of
 from sparrow.recipes.evaluate import Judged, of_samples, per_problem
+from sparrow.whole_files import write_text
 
 Result = dict[str, Any]  # of one benchmark and mode
 FEW_PROBLEMS = 100
@@ -75,9 +75,7 @@ def write_results(file: Path, run: Mapping[str, Any], benchmarks: Mapping[str, A
     """`file` is the old one or the new one at every moment."""
     method = f"{CONFIDENCE:.0%} percentile bootstrap over problems, {RESAMPLES} resamples"
     content = {**run, "intervals": method, "benchmarks": benchmarks}
-    part = file.with_name(f"{file.name}.part")
-    part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(part, file)
+    write_text(file, json.dumps(content, indent=2) + "\n")
 
 
 def tokens_per_second(store: SampleStore) -> float:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from sparrow.errors import UserError
+from sparrow.whole_files import write_text
 
 _SETTINGS, _SAMPLES, _FIGURES = "settings.json", "samples.jsonl", "figures.json"
 
@@ -154,10 +155,7 @@ def figures_of(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    """`path` is the old file or the new one at every moment."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(part, path)
+    write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def _remedy(folder: Path) -> str:

@@ -112,7 +112,10 @@ def best_saves(cfg: GRPOConfig) -> KeepBest | None:
         raise UserError("best_metric: must be given where keep_best is above 0 and there is no validation")
     if metric.startswith("val/") and metric not in validated:
         raise UserError(f"best_metric: {metric} is not measured; {', '.join(validated) or 'there is no validation'}")
-    if metric.startswith("time/") or metric == "tokens_per_second":
+    if metric.startswith(("time/", "time_share/", "memory/", "speedup/")) or metric in (
+        "tokens_per_second",
+        "train/mfu",
+    ):
         raise UserError(f"best_metric: {metric} says nothing of the model")
     return KeepBest(metric, cfg.keep_best)
 
@@ -126,15 +129,32 @@ def _check_replay(cfg: GRPOConfig) -> None:
         raise UserError("dump_rollouts: a replay generates no rollouts")
 
 
-def check(cfg: GRPOConfig) -> None:
-    """What no single component can see."""
-    if cfg.max_prompt_tokens is not None and cfg.max_prompt_tokens < 1:
-        raise UserError(f"max_prompt_tokens: {cfg.max_prompt_tokens} must be at least 1")
-    for key in ("steps", "prompts_per_step", "minibatches", "checkpoint_every", "max_nonfinite_steps"):
+_AT_LEAST_ONE = (
+    "steps", "prompts_per_step", "num_samples", "minibatches", "micro_batch_tokens", "logprob_chunk",
+    "checkpoint_every", "keep_last", "max_nonfinite_steps",
+)  # fmt: skip
+_NOT_NEGATIVE = ("kl_coef", "lr_warmup_steps", "final_lr", "measure_speedup_every", "samples_per_step")
+
+
+def _check_numbers(cfg: GRPOConfig) -> None:
+    for key in _AT_LEAST_ONE:
         if getattr(cfg, key) < 1:
             raise UserError(f"{key}: {getattr(cfg, key)} must be at least 1")
-    if cfg.measure_speedup_every < 0:
-        raise UserError(f"measure_speedup_every: {cfg.measure_speedup_every} must not be negative")
+    for key in _NOT_NEGATIVE:
+        if not 0 <= getattr(cfg, key) < math.inf:
+            raise UserError(f"{key}: {getattr(cfg, key)} must not be negative, and finite")
+    for key in ("max_prompt_tokens", "flop_per_s", "max_grad_norm"):
+        value = getattr(cfg, key)
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"{key}: {value} must be above 0 and finite")
+    for key in ("every", "prompts", "num_samples"):
+        if cfg.validation is not None and getattr(cfg.validation, key) < 1:
+            raise UserError(f"validation.{key}: {getattr(cfg.validation, key)} must be at least 1")
+
+
+def check(cfg: GRPOConfig) -> None:
+    """What no single component can see."""
+    _check_numbers(cfg)
     best_saves(cfg)
     _check_replay(cfg)
     if cfg.prompts_per_step < distributed.world_size():
@@ -149,10 +169,6 @@ def check(cfg: GRPOConfig) -> None:
             "distribution that is sampled from, not the dense one that is trained, so that their ratio is not 1 even "
             "for dense rollouts; leave them out"
         )
-    if cfg.kl_coef < 0:
-        raise UserError(f"kl_coef: {cfg.kl_coef} must not be negative")
-    if cfg.flop_per_s is not None and not 0 < cfg.flop_per_s < math.inf:
-        raise UserError(f"flop_per_s: {cfg.flop_per_s} must be above 0 and finite")
     if cfg.optimizer.path.rpartition(".")[2] == "CPUOffloadOptimizer":
         raise UserError(
             f"optimizer: {cfg.optimizer.path} takes each gradient in the backward, before it is summed over ranks and "

@@ -46,17 +46,15 @@ def split_minibatches(
     """Deals whole groups out to `cfg.minibatches` optimizer steps.
 
     Returns:
-        The minibatches, and micro-batches of the sequences without an advantage: these are scored, for the acceptance
-        tail, but go through no update. With a KL term there are none, since the reference pulls on every sequence.
+        The minibatches, and micro-batches of the sequences that teach nothing: these are scored, for the acceptance
+        tail, but go through no update. With a KL term all that count teach, since the reference pulls on each.
     """
     assert batch.keep_S is not None
     learns_S, part_S = _learns(batch, cfg), _part(batch, cfg)
-    # Those that teach nothing can count as well.
-    counted_S = batch.keep_S | learns_S
     minibatches = [
         Minibatch(
             packed(batch, learns_S & (part_S == part), cfg.micro_batch_tokens, device),
-            *_counts(batch, learns_S & (part_S == part), counted_S & (part_S == part)),
+            *_counts(batch, learns_S & (part_S == part), batch.keep_S & (part_S == part)),
         )
         for part in range(cfg.minibatches)
     ]
@@ -64,8 +62,8 @@ def split_minibatches(
 
 
 def _learns(batch: RolloutBatch, cfg: GRPOConfig) -> Tensor:
-    assert batch.advantages_S is not None
-    return (batch.advantages_S != 0) | (cfg.kl_coef > 0)
+    assert batch.advantages_S is not None and batch.keep_S is not None
+    return batch.keep_S & ((batch.advantages_S != 0) | (cfg.kl_coef > 0))
 
 
 def _part(batch: RolloutBatch, cfg: GRPOConfig) -> Tensor:

@@ -37,13 +37,14 @@ def modelled_speedup(
     """
     if not isinstance(cache, SparseKVCache):
         return {}
-    seconds = {}
-    if batch.num_sequences:
-        prompts_S = torch.tensor([len(prompt) for prompt in batch.prompts])
-        work = Work(prompts_S, batch.lengths_S, min(rows, batch.num_sequences))
-        tokens_L, steps_R = work.tokens_L(), work.steps_R()
-        for name, kind in (("dense", dense), ("sparse", cache)):
-            seconds[name] = decode_cost(model, cache_shape(kind), tokens_L, steps_R).seconds(rates)
+    assert batch.num_sequences, "every rank has a prompt of its own, and keeps one"
+    prompts_S = torch.tensor([len(prompt) for prompt in batch.prompts])
+    work = Work(prompts_S, batch.lengths_S, min(rows, batch.num_sequences))
+    tokens_L, steps_R = work.tokens_L(), work.steps_R()
+    seconds = {
+        name: decode_cost(model, cache_shape(kind), tokens_L, steps_R).seconds(rates)
+        for name, kind in (("dense", dense), ("sparse", cache))
+    }
     seconds = distributed.sum_values(seconds)
     return {"speedup/model": seconds["dense"] / seconds["sparse"]} if seconds["sparse"] else {}
 
@@ -71,8 +72,6 @@ def measured_speedup(
 
 def _rows(batch: RolloutBatch, block_size: int, config: EngineConfig, longest: int) -> tuple[list[list[int]], int]:
     """Token ids of the rows, and how many each has; none where the pool has no room for one."""
-    if not batch.num_sequences:  # This rank came too late for a prompt of the step.
-        return [[0]], 1
     context = max(1, min(int(batch.cached_length_T.median()), longest))
     blocks = -(-(context + STEPS) // block_size) + 1
     room = min(config.max_rows, config.kv_tokens // block_size // blocks)

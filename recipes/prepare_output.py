@@ -21,6 +21,7 @@ from sparrow.components.table_files import rows_of
 from sparrow.components.tables import Table
 from sparrow.errors import UserError
 from sparrow.recipes.prepare_rows import Draft
+from sparrow.whole_files import write_text
 
 REASONS = {
     "listed": "named under drop",
@@ -160,9 +161,5 @@ def write_manifest(path: Path, content: dict[str, Any], ledger: Ledger) -> None:
     """Beside the examples, as NAME.manifest.json."""
     counts = {"read": ledger.read, "kept": ledger.kept} | {reason: ledger.counts[reason] for reason in REASONS}
     dropped = [{"id": name, "reason": reason, "detail": detail} for name, reason, detail in ledger.dropped]
-    part = path.with_name(path.name + ".part")
-    part.write_text(
-        json.dumps(content | {"counts": counts, "dropped": dropped}, indent=1, ensure_ascii=False) + "\n",
-        encoding="utf-8",
-    )
-    part.replace(path)
+    text = json.dumps(content | {"counts": counts, "dropped": dropped}, indent=1, ensure_ascii=False)
+    write_text(path, text + "\n")

@@ -47,7 +47,7 @@ from sparrow.recipes.calibrate_config import (
 from sparrow.recipes.calibrate_measure import Sampler, Scorer, decoded_positions
 from sparrow.recipes.calibrate_picture import draw_path, draw_surface
 from sparrow.recipes.calibrate_report import agreement_line, held_out_table, schedule_table
-from sparrow.recipes.calibrate_results import Results, remove_chosen, write_csv, write_surface
+from sparrow.recipes.calibrate_results import Results, remove_chosen, write_surface
 from sparrow.recipes.calibrate_schedule import schedule_of, write_schedule
 from sparrow.recipes.calibrate_surface import (
     Cell,
@@ -64,6 +64,7 @@ from sparrow.recipes.calibrate_sweep import Sweep
 from sparrow.recipes.sparrow_sft import ensure_warmup
 from sparrow.training import distributed
 from sparrow.training.device import resolve_device
+from sparrow.whole_files import write_csv
 
 
 class SparrowCalibrate:

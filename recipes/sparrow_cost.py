@@ -28,6 +28,7 @@ from sparrow.recipes.cost_provenance import foreign_schedule, foreign_surfaces
 from sparrow.recipes.cost_report import comparison_table, draw_costs, rollout_table, search_table, step_table
 from sparrow.training import distributed
 from sparrow.training.device import resolve_device
+from sparrow.whole_files import write_text
 
 
 class SparrowCost:
@@ -130,9 +131,7 @@ class SparrowCost:
             "measured": [asdict(comparison) for comparison in comparisons],
             "schedules": [asdict(choice) for choice in choices],
         }
-        part = self.output_dir / "cost.json.part"
-        part.write_text(json.dumps(content, indent=1), encoding="utf-8")
-        part.replace(self.output_dir / "cost.json")
+        write_text(self.output_dir / "cost.json", json.dumps(content, indent=1))
 
     def _figures(self, cost: Cost) -> dict[str, Any]:
         """The parts of a cost and what they sum to, as plain numbers."""

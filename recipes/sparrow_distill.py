@@ -35,7 +35,7 @@ from sparrow.protocols import AdaptiveBudget, KVCache
 from sparrow.recipes.calibrate_config import check_model, check_reserved, fixed_budget, with_budget
 from sparrow.recipes.calibrate_measure import Sampler, Scorer, Trajectories
 from sparrow.recipes.calibrate_rates import TokenRates
-from sparrow.recipes.calibrate_results import Results, write_whole
+from sparrow.recipes.calibrate_results import Results
 from sparrow.recipes.calibrate_surface import Measured
 from sparrow.recipes.distill_config import DistillConfig, adapter_folder, check, check_distiller, settings
 from sparrow.recipes.distill_report import OWN_BUDGET, Change, changes, draw_changes, table, write_changes
@@ -46,6 +46,7 @@ from sparrow.tracking.tracker import SafeTrackers
 from sparrow.training import distributed
 from sparrow.training.device import resolve_device
 from sparrow.training.layers import prepare_layers
+from sparrow.whole_files import write_whole
 
 
 class SparrowDistill:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -148,6 +148,8 @@ class SparrowGRPO:
         self.cache = cfg.kv_cache.build()
         self.acceptance = cfg.acceptance.build()
         self.advantage, self.correction = cfg.advantage.build(), cfg.correction.build()
+        # A size of group that it refuses shows here, not after the first rollout.
+        self.advantage(torch.zeros(cfg.num_samples), torch.zeros(cfg.num_samples, dtype=torch.int64))
         self.loss, self.aggregation = cfg.loss.build(), cfg.aggregation.build()
         self.distiller: Distiller | None = cfg.distiller.build() if cfg.distiller is not None else None
         check_recorded(self.distiller, self.acceptance.top_k)
@@ -317,13 +319,14 @@ class SparrowGRPO:
         if self.distiller is not None and not self.alarms.fallback:
             with phase("distill"):
                 metrics |= self.distill(batch, self.cache, float(self.optimizer.param_groups[0]["lr"]))
-        # After the distiller, which looks at the pages that the rollout saw. A dense fallback says nothing of a budget.
+        speedup = self._speedup(batch)
+        # After what looks at the pages that the rollout saw. A dense fallback says nothing of a budget.
         if self.controller is not None and not self.alarms.fallback:
             assert batch.alpha_T is not None
             metrics |= self.controller.observe(batch.alpha_T, batch.cached_length_T, self.acceptance.tau)
         with phase("sync"):
             self.engine.sync()
-        metrics |= memory_metrics(self.device) | self._speedup(batch)
+        metrics |= memory_metrics(self.device) | speedup
         if distributed.rank() == 0:
             self.trackers.log_samples(sample_rows(batch, self.tokenizer, self.cfg.samples_per_step), self.step + 1)
         metrics["tokens_per_second"] = metrics["completions/tokens"] / seconds["rollout"]
@@ -562,11 +565,12 @@ class SparrowGRPO:
             self.controller.load_state_dict(state["controller"])
 
     def cleanup(self) -> None:
-        for _, _, reward in self.rewards:
-            if isinstance(reward, Closes):
-                reward.close()
-        self.console.close()
-        self.trackers.close()
+        with ExitStack() as closing:  # each, also where one fails
+            closing.callback(self.trackers.close)
+            closing.callback(self.console.close)
+            for _, _, reward in self.rewards:
+                if isinstance(reward, Closes):
+                    closing.callback(reward.close)
 
 
 def _between_tokens(advance: Advance, tokens: int, sequences: int) -> None:

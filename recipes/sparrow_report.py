@@ -14,7 +14,7 @@ from sparrow.tracking.picture import draw_charts, main_charts
 from sparrow.tracking.report import compare
 from sparrow.tracking.report.page import SAMPLES, render
 from sparrow.tracking.report.run import Run, names, read_run
-from sparrow.tracking.report.tracker import write_whole
+from sparrow.whole_files import write_text
 
 DESCRIPTION = """\
 Writes one HTML page that opens without a network, and pictures, from metrics.jsonl and samples.jsonl in a run's folder.
@@ -55,7 +55,7 @@ def _report(folders: list[Path], output: Path | None) -> None:
     runs = [read_run(folder, name, samples) for folder, name in zip(folders, names(folders), strict=True)]
     page = output or (folders[0] if len(folders) == 1 else Path()) / "report.html"
     try:
-        write_whole(page, render(runs, time.time()))
+        write_text(page, render(runs, time.time()))
         pictures = _draw(runs, page)
     except OSError as error:
         raise UserError(f"--output {page}: {error}") from error

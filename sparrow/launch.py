@@ -93,7 +93,7 @@ def run_recipe(recipe_class: Callable[[Any], Recipe], schema: type[Any], argv: S
         _report(str(error) or "interrupted")
         return EXIT_INTERRUPTED
     except Exception as error:
-        if not peers.is_lost_peer(error):
+        if "WORLD_SIZE" not in os.environ or not peers.is_lost_peer(error):
             raise
         _report(peers.lost_peer_message(error))
         return 1
@@ -113,8 +113,13 @@ def _run(recipe: Recipe) -> None:
     try:
         recipe.setup()
         recipe.train()
-    finally:
-        recipe.cleanup()
+    except BaseException:
+        try:
+            recipe.cleanup()
+        except Exception as second:  # it is not to hide the first
+            print(f"warning: the clean-up failed as well: {second!r}", file=sys.stderr, flush=True)
+        raise
+    recipe.cleanup()
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:

@@ -22,7 +22,6 @@ from sparrow.errors import RESUME_ADVICE, UserError
 FAILED = f"sparrow/failed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 HEARD = f"{FAILED}/heard"
 BEATS, PIDS, LEFT = f"{FAILED}/beats", f"{FAILED}/pids", f"{FAILED}/left"
-LOST = "lost the connection to another process, which was killed or lost its node"
 NO_NODE = "-"  # where it happened is not known, or cannot speak for itself
 
 SECONDS_BETWEEN_LOOKS = 1.0
@@ -111,7 +110,7 @@ def watched(report: Callable[[str], None]) -> Iterator[None]:
         # The first to fail is the cause; what others meet after it is not to hide it.
         with suppress(dist.DistError):
             if is_lost_peer(error):
-                store.compare_set(FAILED, "", f"{NO_NODE} rank {dist.get_rank()} {LOST}")
+                store.compare_set(FAILED, "", f"{NO_NODE} rank {dist.get_rank()} {_lost(error)}")
             else:
                 what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
                 _tell(store, f"rank {dist.get_rank()} failed: {what}")
@@ -139,7 +138,8 @@ def _leave(store: dist.Store, told: str, report: Callable[[str], None]) -> NoRet
     if node == os.environ["GROUP_RANK"]:
         time.sleep(SECONDS_TO_BE_HEARD)
     else:
-        store.add(HEARD, 1)
+        with suppress(dist.DistError):  # the store may have gone since
+            store.add(HEARD, 1)
     report(said(cause))
     os._exit(1)
 
@@ -150,7 +150,12 @@ def said(cause: str) -> str:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether a collective failed because another process was gone. gloo raises a RuntimeError like any other."""
+    """Whether another process was gone, by what a collective or the store raised; torch has no class of its own for it.
+
+    gloo raises a RuntimeError like any other; NCCL raises the same class for what is wrong with its own set-up.
+    """
+    if isinstance(error, dist.DistBackendError):
+        return any(words in str(error) for words in ("remote process", "onnection", "ncclRemoteError", "aborted"))
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and "/gloo/" in str(error)
@@ -164,4 +169,9 @@ def lost_peer_message(error: BaseException) -> str:
             return said(store.get(FAILED).decode().partition(" ")[2])
     except dist.DistError:  # The store went with the process that held it.
         pass
-    return f"{LOST}; {RESUME_ADVICE} ({error})"
+    return f"{_lost(error)}; {RESUME_ADVICE}"
+
+
+def _lost(error: BaseException) -> str:
+    first_line = str(error).partition("\n")[0]
+    return f"lost the connection to another process, which was killed or lost its node ({first_line})"

@@ -111,10 +111,6 @@ class WorkerPool:
         with self._lock:
             self._drop()
 
-    def worker_pids(self) -> list[int]:
-        """Of the processes that wait for work."""
-        return [worker.pid for worker in self._idle]
-
     def _drop(self) -> None:
         for worker in self._idle:
             worker.socket.close()

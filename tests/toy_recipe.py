@@ -29,6 +29,7 @@ class Config:
     end: Literal["done", "user_error", "bug", "stop", "setup_error", "killed", "suspended"] = "done"
     on_rank: int = 0
     work: int = 0  # seconds that the other ranks do not look up
+    cleanup_fails: bool = False
     silence: float = 300.0  # until a rank is given up
     nested: Nested = field(default_factory=Nested)
     part: Component | None = None
@@ -70,6 +71,8 @@ class Toy:
 
     def cleanup(self) -> None:
         say("cleanup")
+        if self.config.cleanup_fails:
+            raise OSError("a file is gone")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -29,7 +29,7 @@ from tool_results import exit_code
 
 from sparrow.components.acceptance import DEFAULT_TAU
 from sparrow.errors import UserError
-from sparrow.recipes.calibrate_results import write_whole
+from sparrow.whole_files import write_whole
 
 TAU_COLOUR = "#c8402f"
 LINE_STYLES = ("-", "--", ":")  # one for each round of the colours

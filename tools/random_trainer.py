@@ -25,11 +25,9 @@ def trainer_device() -> Iterator[torch.device]:
         torch.cuda.set_device(device)
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    try:
-        yield device
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    yield device
+    if dist.is_initialized():  # not after an error: the other ranks may wait in a collective
+        dist.destroy_process_group()
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:

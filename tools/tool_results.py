@@ -12,6 +12,7 @@ import torch
 
 from sparrow.errors import UserError
 from sparrow.training import distributed
+from sparrow.whole_files import write_text
 
 
 def exit_code(run: Callable[[], object]) -> int:
@@ -58,7 +59,5 @@ def _make_room(path: Path) -> None:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Written beside, then renamed."""
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_text(json.dumps(content, indent=1))
-    temporary.replace(path)
+    """Whole at every moment."""
+    write_text(path, json.dumps(content, indent=1))

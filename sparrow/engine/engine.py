@@ -258,8 +258,12 @@ class Engine:
     def _wake(self) -> RolloutModel:
         if self.decoder is None:
             decoder = self.weights.wake()
-            check_pool_fits(self.model.config, self.cache, self.config.kv_tokens, self.device, self.dtype)
-            self.cache.allocate(self.model.config, self._num_blocks, self.device, self.dtype)
+            try:
+                check_pool_fits(self.model.config, self.cache, self.config.kv_tokens, self.device, self.dtype)
+                self.cache.allocate(self.model.config, self._num_blocks, self.device, self.dtype)
+            except BaseException:
+                self.weights.sleep()
+                raise
             self.decoder = decoder
         return self.decoder
 

@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 from sparrow.errors import UserError
+from sparrow.whole_files import write_text
 
 Known = dict[str, list[int] | None]  # values of `LinearOptions`, None for the library's kernel
 
@@ -40,9 +41,7 @@ def add_known(path: Path, measured: Known) -> None:
         # Whoever reads, merges and replaces holds the lock, so that nobody's answers are lost.
         with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            part = path.with_suffix(".part")
-            part.write_text(json.dumps(read_known(path) | measured, indent=0, sort_keys=True))
-            part.replace(path)
+            write_text(path, json.dumps(read_known(path) | measured, indent=0, sort_keys=True))
     except OSError as error:
         warnings.warn(
             f"{path}: measured launch options cannot be kept, the next run measures again ($SPARROW_CACHE names "

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sparrow.errors import UserError
+from sparrow.whole_files import write_whole
 
 _log = logging.getLogger(__name__)
 
@@ -76,9 +77,7 @@ def _keep_before(path: Path, step: float) -> None:
         return
     rows = [row for row in read_jsonl(path) if isinstance(row, dict) and type(row.get("step")) is int]
     kept = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows if row["step"] < step]
-    part = path.with_suffix(".jsonl.part")
-    part.write_bytes(_encoded("".join(kept)))
-    os.replace(part, path)
+    write_whole(path, lambda part: part.write_bytes(_encoded("".join(kept))))
 
 
 def _encoded(lines: str) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from sparrow.tracking.report.panels import panels
 from sparrow.tracking.report.reduce import Columns, aligned, reduce
 from sparrow.tracking.report.text import visible
 from sparrow.tracking.samples import shorten
+from sparrow.whole_files import write_whole
 
 # Those of page.css on light paper.
 COLORS = {
@@ -81,9 +81,7 @@ def draw_charts(charts: Sequence[Chart], png: Path, dpi: int = 100) -> None:
         _draw(axes, chart)
     for axes in places:
         axes.set_visible(False)
-    part = png.with_name(png.name + ".part")
-    figure.savefig(part, format="png")
-    os.replace(part, png)
+    write_whole(png, lambda part: figure.savefig(part, format="png"))
 
 
 def _draw(axes: Axes, chart: Chart) -> None:

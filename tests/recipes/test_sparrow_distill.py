@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from sparrow.recipes import sparrow_distill, sparrow_grpo
-from sparrow.recipes.distill_report import OWN_BUDGET
+from sparrow.recipes.calibrate_surface import GRID, Measured
+from sparrow.recipes.distill_report import OWN_BUDGET, changes, table
 
 from .conftest import metrics
 
@@ -54,6 +57,25 @@ def test_before_and_after(checkpoint, tmp_path, capsys, overrides):
     assert [row["step"] for row in metrics(tmp_path)] == [1, 2]
     assert all(row["distill/kl"] >= 0 and row["distill/tokens"] > 0 for row in metrics(tmp_path))
     assert any(tensor.abs().sum() > 0 for name, tensor in adapter(tmp_path).items() if "lora_B" in name)
+
+
+def test_the_gain_is_resampled_in_pairs_where_the_tokens_are_the_same() -> None:
+    """Sequences differ by .4, and each token gains .1: the gain is certain, however wide the intervals of P5 are."""
+    generator = torch.Generator().manual_seed(0)
+    sequence_N = torch.arange(12).repeat_interleave(50)
+    alpha_N = 0.4 + 0.4 * torch.rand(12, generator=generator)[sequence_N] + 0.05 * torch.rand(600, generator=generator)
+    before = Measured(alpha_N, alpha_N, torch.arange(600) % 50, sequence_N)
+    after = replace(before, alpha_N=alpha_N + 0.1)
+    cfg = SimpleNamespace(confidence=0.95, resamples=200)
+    *bins, whole = changes({4: before}, {4: after}, 16, cfg)
+    assert [row.bin_start for row in bins] == [0, 16, 32, 48] and whole.bin_start is None
+    for row in (*bins, whole):
+        assert row.gain == pytest.approx(0.1, abs=1e-6) and row.after_high - row.after_low > 0.05
+        assert row.gain_low <= 0.1 <= row.gain_high < row.gain_low + 4 / GRID
+        assert row.p1_after - row.p1_before == pytest.approx(row.mean_after - row.mean_before) == pytest.approx(0.1)
+    others = replace(after, sequence_N=sequence_N.flip(0))
+    assert changes({4: before}, {4: others}, 16, cfg)[-1].gain_low is None
+    assert "[+0.100" in table([whole])[1] and "[+" not in table([replace(whole, gain_low=None, gain_high=None)])[1]
 
 
 def test_one_step_and_one_more_are_two(checkpoint, tmp_path, capsys):

@@ -117,6 +117,8 @@ def test_truncated_responses_teach_nothing_if_told_so(grpo):
     assert free["completions/clipped_ratio"] == masked["completions/clipped_ratio"] == 1.0
     assert free["reward_std"] == masked["reward_std"] > 0
     assert free["grad_norm"] > 0 and masked.get("grad_norm", 0.0) == 0.0
+    # They leave the loss, and so the KL term as well.
+    assert grpo(*short, "mask_truncated=true", "kl_coef=0.1", name="reference")[-1]["update/noop"] == 1
 
 
 def test_tensorboard_gets_the_settings_and_a_trace_is_a_phase(grpo, tmp_path):

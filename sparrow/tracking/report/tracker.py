@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from sparrow.tracking.report.page import SAMPLES, render
 from sparrow.tracking.report.run import read_run
+from sparrow.whole_files import write_text
 
 SHARE_OF_TIME = 0.05
 
@@ -37,13 +37,6 @@ class ReportTracker:
     def _write(self) -> None:
         started = time.monotonic()
         page = self._folder / "report.html"
-        write_whole(page, render([read_run(self._folder, self._folder.name, SAMPLES)], time.time()))
+        write_text(page, render([read_run(self._folder, self._folder.name, SAMPLES)], time.time()))
         ended = time.monotonic()
         self._due = ended + (ended - started) / SHARE_OF_TIME
-
-
-def write_whole(page: Path, text: str) -> None:
-    """Whole or not at all."""
-    part = page.with_name(page.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, page)
