@@ -27,7 +27,7 @@ from sparrow.errors import UserError
 from sparrow.models.adapted import adapters_on, switch_adapters
 from sparrow.models.decoder import Decoder
 from sparrow.models.head import HALF
-from sparrow.models.merge import fill_adapter
+from sparrow.models.merge import check_beginning, fill_adapter
 from sparrow.protocols import Attention
 from sparrow.rollout import RolloutBatch
 from sparrow.training import distributed
@@ -150,6 +150,9 @@ class LoRADistiller:
         _check_teacher(teacher, self.loss)
         self.rank, self.alpha, self.max_grad_norm = rank, alpha, max_grad_norm
         self.beginning = None if adapter is None else Path(adapter)
+        if self.beginning is not None:
+            with _its_key():
+                check_beginning(self.beginning, rank, alpha)
         self.learning_rate, self.rate_factor = learning_rate, rate_factor
         self.teacher, self.ppo, self.kl_weight = teacher, ppo, kl_weight
         # A fraction, because .1 * 30 is above 3 in floating point.
@@ -180,7 +183,8 @@ class LoRADistiller:
             if parameter.dtype in HALF:  # its steps are too small for them
                 parameter.data = parameter.data.float()
         if self.beginning is not None:
-            fill_adapter(model, self.beginning, self.rank, self.alpha)
+            with _its_key():
+                fill_adapter(model, self.beginning, self.rank, self.alpha)
         # The rate is set at each step.
         self.optimizer = torch.optim.AdamW(self.adapter.values(), lr=0.0, weight_decay=0.0)
         switch_adapters(self.layers, False)
@@ -292,6 +296,15 @@ class LoRADistiller:
         finally:
             for parameter in self.base:
                 parameter.requires_grad_(True)
+
+
+@contextmanager
+def _its_key() -> Iterator[None]:
+    """What reads an adapter calls it so; here the key is another."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"distiller.{error}") from None
 
 
 def _whole_output(layer: Any) -> None:

@@ -5,13 +5,13 @@ A save holds the settings it was made with, as config.yaml. Those of the present
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from sparrow.config import to_yaml
+from sparrow.config import leaves, to_yaml
 from sparrow.errors import UserError
 from sparrow.models.identity import architecture
 from sparrow.recipes.grpo_config import GRPOConfig
@@ -39,7 +39,7 @@ def changed_settings(cfg: GRPOConfig, folder: Path) -> dict[str, tuple[Any, Any]
         saved, present = (yaml.safe_load(text) for text in (file.read_text(encoding="utf-8"), to_yaml(cfg)))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"{file}: the settings of that run cannot be read: {error}") from None
-    then, now = dict(_leaves(saved)), dict(_leaves(present))
+    then, now = dict(leaves(saved)), dict(leaves(present))
     keys = [key for key in dict.fromkeys([*now, *then]) if key.split(".")[0] not in _NOT_COMPARED]
     pairs = {key: (then.get(key, _ABSENT), now.get(key, _ABSENT)) for key in keys}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
@@ -64,11 +64,3 @@ def check_resumable(cfg: GRPOConfig, save: Path) -> list[str]:
 
 def changed_lines(what: str, changed: Mapping[str, tuple[Any, Any]]) -> list[str]:
     return [f"{what}: {key}: {then} -> {now}" for key, (then, now) in changed.items()]
-
-
-def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-    if not children:
-        yield prefix, node
-    for name, child in children:
-        yield from _leaves(child, f"{prefix}.{name}" if prefix else str(name))

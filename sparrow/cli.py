@@ -41,7 +41,7 @@ usage: tune run [TORCHRUN OPTIONS] RECIPE --config CONFIG [key=value ...] [~key 
 Any option of torchrun starts the recipe in several processes, on this machine unless --nnodes or --rdzv_endpoint
 says otherwise:
   tune run --nproc_per_node 2 sparrow_grpo --config tiny
-After Ctrl-C or SIGTERM they have 30 seconds to reach a safe point; --shutdown_timeout 600 gives them more.
+After Ctrl-C or SIGTERM they have ten minutes to reach a safe point ($TORCH_ELASTIC_SHUTDOWN_TIMEOUT, seconds).
 `tune run RECIPE --help` lists the keys of a recipe's config."""
 
 
@@ -167,9 +167,12 @@ def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(RUN_USAGE)
         return 0
+    several = arguments[0].startswith("-")
+    if several:  # before torch is loaded: stacks of C++ where a store is lost, which Python says in a line
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from sparrow.torchrun import find_target, run_here, run_several
 
-    if arguments[0].startswith("-"):
+    if several:
         return run_several(arguments)
     return run_here(find_target(arguments[0]), arguments[1:])
 

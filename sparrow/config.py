@@ -8,7 +8,7 @@ mean nothing to the new one; everything else is merged. `${key}` stands for anot
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -65,6 +65,15 @@ def load_tree(name_or_path: str, overrides: Sequence[str] = ()) -> Tree:
 def to_yaml(config: Any) -> str:
     """The effective config as YAML that `load_config` reads back to an equal one."""
     return OmegaConf.to_yaml(OmegaConf.create(_plain(config)))
+
+
+def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of a tree; an empty dict or list is a value."""
+    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    if not children:
+        yield prefix, node
+    for name, child in children:
+        yield from leaves(child, f"{prefix}.{name}" if prefix else str(name))
 
 
 def _plain(value: Any) -> Any:

@@ -6,6 +6,11 @@ Everything else that escapes a recipe is a bug and keeps its traceback; these ar
 # Of what ended without a save of its own.
 RESUME_ADVICE = "where the recipe has saves, resume=auto goes on from the last complete one"
 
+# Of a recipe's process, and of `tune run`.
+EXIT_USER_ERROR = 2
+EXIT_ALARM = 3
+EXIT_INTERRUPTED = 130
+
 
 class UserError(ValueError):
     """Something the user can mend: says the value, the limit or the accepted values, and the key or file."""

@@ -27,15 +27,17 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import yaml
 
 from sparrow import peers, registry
-from sparrow.config import load_config, load_tree, to_yaml
-from sparrow.errors import AlarmStop, Interrupted, UserError
+from sparrow.config import leaves, load_config, load_tree, to_yaml
+from sparrow.errors import EXIT_ALARM, EXIT_INTERRUPTED, EXIT_USER_ERROR, AlarmStop, Interrupted, UserError
 from sparrow.registry import did_you_mean
+from sparrow.training import distributed
 
-EXIT_USER_ERROR = 2
-EXIT_ALARM = 3
-EXIT_INTERRUPTED = 130
+_PARENT = os.getppid()
+LATER = 3600
+OWN_SETTINGS = ("device", "threads")  # of each node
 
 # A rank that is done with its rollouts waits for the others'; of those that fail it hears at once (sparrow/peers.py).
 COLLECTIVE_TIMEOUT = timedelta(hours=3)
@@ -70,19 +72,8 @@ def run_recipe(recipe_class: Callable[[Any], Recipe], schema: type[Any], argv: S
     """
     _adopt_main_module(recipe_class)
     try:
-        arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
-        if arguments.help:
-            print(_help(recipe_class, schema))
-            return 0
-        _check_recipe(recipe_class, arguments)
-        config = load_config(schema, arguments.config, arguments.overrides)
-        if arguments.verbose or (_rank() == 0 and not arguments.validate):
-            print(to_yaml(config), flush=True)
-        if arguments.validate:
-            print("ok")
-            return 0
-        with _signals(), _process_group():
-            _run(recipe_class(config))
+        with _signals(), _process_group():  # the config inside of it: who is given a bad one tells the others
+            _read_and_run(recipe_class, schema, parse_arguments(sys.argv[1:] if argv is None else argv))
     except UserError as error:
         _report(str(error))
         return EXIT_USER_ERROR
@@ -90,14 +81,45 @@ def run_recipe(recipe_class: Callable[[Any], Recipe], schema: type[Any], argv: S
         _report(str(error))
         return EXIT_ALARM
     except Interrupted as error:
-        _report(str(error) or "interrupted")
+        # Not by way of torchrun, which reads no reports after a signal.
+        if _local_rank() == 0:
+            print(f"error: {error or 'interrupted'}", file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED
     except Exception as error:
         if "WORLD_SIZE" not in os.environ or not peers.is_lost_peer(error):
             raise
-        _report(peers.lost_peer_message(error))
+        _report(peers.lost_peer_message(error), consequence=True)
         return 1
     return 0
+
+
+def _read_and_run(recipe_class: Callable[[Any], Recipe], schema: type[Any], arguments: Arguments) -> None:
+    if arguments.help:
+        print(_help(recipe_class, schema))
+        return
+    _check_recipe(recipe_class, arguments)
+    config = load_config(schema, arguments.config, arguments.overrides)
+    if arguments.verbose or (_rank() == 0 and not arguments.validate):
+        print(to_yaml(config), flush=True)
+    if arguments.validate:
+        print("ok")
+        return
+    _refuse_differences(config)
+    _run(recipe_class(config))
+
+
+def _refuse_differences(config: Any) -> None:
+    """UserError where the nodes of a run were given different settings; collective."""
+    settings = distributed.gather_objects(dict(leaves(yaml.safe_load(to_yaml(config)))))
+    for rank, theirs in enumerate(settings):
+        keys = [key for key in {**settings[0], **theirs} if settings[0].get(key) != theirs.get(key)]
+        differences = [
+            f"{key}: {settings[0].get(key)!r} on rank 0, {theirs.get(key)!r} on rank {rank}"
+            for key in keys
+            if key not in OWN_SETTINGS
+        ]
+        if differences:
+            raise UserError(f"the nodes were given different settings: {'; '.join(differences)}")
 
 
 def _check_recipe(recipe_class: Any, arguments: Arguments) -> None:
@@ -181,19 +203,32 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _report(message: str) -> None:
-    """One line `error: ...` on stderr for each line; a child of torchrun hands it to its parent, which says it once."""
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _report(message: str, consequence: bool = False) -> None:
+    """One line `error: ...` on stderr for each line; a child of torchrun hands it to its parent, which says it once.
+
+    Args:
+        consequence: of another rank's end. torchrun says the earliest failure, and counts in seconds.
+    """
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if error_file:
-        content = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
+    if error_file and os.getppid() == _PARENT:
+        seconds = int(time.time()) + LATER * consequence
+        code = 1 if consequence else EXIT_USER_ERROR
+        content = {"message": {"message": message, "extraInfo": {"timestamp": str(seconds)}}, "code": code}
         Path(error_file).write_text(json.dumps(content), encoding="utf-8")
         return
     for line in message.splitlines():
         print(f"error: {line}", file=sys.stderr, flush=True)
 
 
-# Signals: the handler only takes a note; a second Ctrl-C is for a recipe that does not get to a safe point.
+# Signals: the handler only takes a note; a second Ctrl-C is for a recipe that does not get to a safe point. torchrun
+# passes the first one on as it is, and the second as SIGTERM; a job's scheduler may send one to it and to its children.
 _stop_signal: int | None = None
+_stop_time = 0.0
+SECONDS_OF_ONE_SIGNAL = 2.0
 
 
 def stop_requested() -> bool:
@@ -211,11 +246,17 @@ def check_stop() -> None:
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    global _stop_signal
-    if number == signal.SIGINT and _stop_signal == signal.SIGINT:
+    global _stop_signal, _stop_time
+    passed_on = "TORCHELASTIC_RUN_ID" in os.environ
+    if number == _stop_signal == signal.SIGINT and not passed_on:
         raise KeyboardInterrupt
-    _stop_signal = number
-    print("stopping at the next safe point; Ctrl-C again to stop at once", file=sys.stderr, flush=True)
+    if passed_on and _stop_signal is not None:
+        if time.monotonic() - _stop_time > SECONDS_OF_ONE_SIGNAL:
+            raise KeyboardInterrupt
+        return
+    _stop_signal, _stop_time = number, time.monotonic()
+    if _local_rank() == 0:
+        print("stopping at the next safe point; Ctrl-C again to stop at once", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -240,9 +281,10 @@ def _process_group() -> Iterator[None]:
             if dist.is_initialized():  # of one process, for sharding's bf16 copies
                 dist.destroy_process_group()
         return
-    if int(os.environ["LOCAL_RANK"]) < torch.cuda.device_count():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if _local_rank() < torch.cuda.device_count():
+        torch.cuda.set_device(_local_rank())
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    peers.wait_for_all()
     dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
     orderly: Exception | None = None
     with peers.watched(_report):
@@ -250,6 +292,7 @@ def _process_group() -> Iterator[None]:
             yield
         except (AlarmStop, Interrupted) as error:
             orderly = error
+        dist.all_reduce(torch.zeros(1))  # who is done first is still watched: torchrun gives the others 300 s only
     # After an error the other ranks may wait in a collective, and an orderly end would wait for them.
     dist.destroy_process_group()
     if orderly is not None:

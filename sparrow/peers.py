@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import NoReturn
 
 import psutil
@@ -21,9 +22,11 @@ from sparrow.errors import RESUME_ADVICE, UserError
 # Keys of the job's store; ranks end theirs.
 FAILED = f"sparrow/failed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 HEARD = f"{FAILED}/heard"
-BEATS, PIDS, LEFT = f"{FAILED}/beats", f"{FAILED}/pids", f"{FAILED}/left"
+THERE, BEATS, PIDS, LEFT = (f"{FAILED}/{name}" for name in ("there", "beats", "pids", "left"))
+STORE_NOTE = "store.txt"
 NO_NODE = "-"  # where it happened is not known, or cannot speak for itself
 
+SECONDS_TO_COME = 600
 SECONDS_BETWEEN_LOOKS = 1.0
 SECONDS_TO_BE_HEARD = 5.0
 # A rank that writes gigabytes may keep its own watcher from running for a minute.
@@ -37,6 +40,35 @@ def _store() -> dist.Store:
     return dist.TCPStore(host, port, is_master=False, timeout=STORE_TIMEOUT)
 
 
+def wait_for_all() -> None:
+    """Until every rank has come this far: where one ended before, the others are not to wait as for a collective.
+
+    Raises:
+        UserError: a rank has not come.
+    """
+    store, ranks = _store(), range(int(os.environ["WORLD_SIZE"]))
+    store.set(f"{THERE}/{os.environ['RANK']}", "")
+    try:
+        store.wait([f"{THERE}/{rank}" for rank in ranks], timedelta(seconds=SECONDS_TO_COME))
+    except dist.DistStoreError:
+        missing = [rank for rank in ranks if not store.check([f"{THERE}/{rank}"])]
+        raise UserError(
+            f"ranks {missing} have not started within {SECONDS_TO_COME} s: see what their nodes say"
+        ) from None
+
+
+def tell_of_a_kill(note: Path, cause: str) -> None:
+    """For the agent of a node whose ranks are all gone: tells those of the others, if the store is there.
+
+    Args:
+        note: where one of the ranks wrote where the store is.
+    """
+    host, port = note.read_text(encoding="utf-8").split()
+    with suppress(dist.DistError):
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=SECONDS_TO_BE_HEARD))
+        store.compare_set(FAILED, "", f"{NO_NODE} {cause}")
+
+
 class _Watch:
     """What one rank knows of the others, by the store.
 
@@ -47,6 +79,9 @@ class _Watch:
     def __init__(self, store: dist.Store) -> None:
         self.store, self.rank, ranks = store, dist.get_rank(), dist.get_world_size()
         store.set(f"{PIDS}/{self.rank}", str(os.getpid()))
+        if agents_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            address = f"{os.environ['MASTER_ADDR']} {os.environ['MASTER_PORT']}"
+            Path(agents_file).with_name(STORE_NOTE).write_text(address, encoding="utf-8")
         first = self.rank - int(os.environ["LOCAL_RANK"])
         neighbours = range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))
         self.pids = {rank: int(store.get(f"{PIDS}/{rank}")) for rank in neighbours if rank != self.rank}
@@ -80,10 +115,13 @@ class _Watch:
 
 
 @contextmanager
-def watched(report: Callable[[str], None]) -> Iterator[None]:
+def watched(report: Callable[[str, bool], None]) -> Iterator[None]:
     """Inside, the loss of another rank is reported and ends this process; a failure of this one is told to the others.
 
     Whatever passes as an exception is a failure. What is to end all ranks in an orderly way must not.
+
+    Args:
+        report: takes a message, and whether this process's end is but the consequence of another's.
     """
     store, ended = _store(), threading.Event()
     watch = _Watch(store)
@@ -94,7 +132,7 @@ def watched(report: Callable[[str], None]) -> Iterator[None]:
                 told = watch.failure()
             except dist.DistError:  # The store went with the process that held it.
                 if not ended.wait(SECONDS_TO_BE_HEARD):
-                    report(f"lost torchrun's store, with the process or node that held it; {RESUME_ADVICE}")
+                    report(f"lost torchrun's store, with the process or node that held it; {RESUME_ADVICE}", True)
                     os._exit(1)
                 return
             if told is not None and not ended.is_set():
@@ -107,7 +145,10 @@ def watched(report: Callable[[str], None]) -> Iterator[None]:
     except BaseException as error:
         ended.set()
         watcher.join()
-        # The first to fail is the cause; what others meet after it is not to hide it.
+        # The first to fail is the cause; what others meet after it is not to hide it. Reported before the others are
+        # told: with them the store may go, and then this node's agent.
+        if isinstance(error, UserError):
+            report(str(error), False)
         with suppress(dist.DistError):
             if is_lost_peer(error):
                 store.compare_set(FAILED, "", f"{NO_NODE} rank {dist.get_rank()} {_lost(error)}")
@@ -132,7 +173,7 @@ def _tell(store: dist.Store, cause: str) -> None:
         time.sleep(SECONDS_BETWEEN_LOOKS)  # until their agents have told why
 
 
-def _leave(store: dist.Store, told: str, report: Callable[[str], None]) -> NoReturn:
+def _leave(store: dist.Store, told: str, report: Callable[[str, bool], None]) -> NoReturn:
     """Ends this process; on the node where it happened, the rank that failed comes first and says it better."""
     node, _, cause = told.partition(" ")
     if node == os.environ["GROUP_RANK"]:
@@ -140,7 +181,7 @@ def _leave(store: dist.Store, told: str, report: Callable[[str], None]) -> NoRet
     else:
         with suppress(dist.DistError):  # the store may have gone since
             store.add(HEARD, 1)
-    report(said(cause))
+    report(said(cause), True)
     os._exit(1)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import runpy
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sparrow import registry, torchtune_adapter
-from sparrow.errors import RESUME_ADVICE, UserError
+from sparrow.errors import EXIT_INTERRUPTED, RESUME_ADVICE, UserError
 from sparrow.instantiate import add_working_directory
 from sparrow.registry import did_you_mean
 
@@ -98,13 +100,18 @@ def run_several(arguments: Sequence[str]) -> int:
         logging.getLogger(f"torch.distributed.{name}").setLevel(logging.CRITICAL)
     options = _torchrun_options(arguments)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
+    reports = tempfile.TemporaryDirectory(prefix="sparrow_reports_", ignore_cleanup_errors=True)
+    options.log_dir = options.log_dir or reports.name
     try:
         run(options)
     except ChildFailedError as error:
-        return _report(error)
+        return _report(error, options)
     except SignalException:
-        return 130
+        return EXIT_INTERRUPTED
     except RendezvousError as error:
+        if report := _own_report(Path(options.log_dir)):
+            _say(report["message"]["message"])
+            return report["code"]
         where = f"the node at {options.rdzv_endpoint}" if options.rdzv_endpoint else "torchrun's store"
         print(f"error: lost {where}; {RESUME_ADVICE} ({error})", file=sys.stderr)
         return 1
@@ -124,6 +131,11 @@ def _torchrun_options(arguments: Sequence[str]) -> Any:
     target = find_target(options.training_script)
     options.training_script, options.module = target.name, target.is_module
     options.training_script_args = [*target.arguments, *options.training_script_args]
+    if options.max_restarts:
+        raise UserError(
+            f"tune run: --max_restarts {options.max_restarts}: torchrun would start again whatever ended, also a run "
+            "that an alarm or you stopped; leave it out, and go on with resume=auto"
+        )
     if not options.rdzv_endpoint and options.nnodes in ("1", "1:1"):
         options.standalone = True  # a port of its own, so that several jobs can share the machine
     return options
@@ -133,11 +145,33 @@ def _refuse(message: str) -> NoReturn:
     raise UserError(f"tune run: {message}; options of torchrun come first, then RECIPE --config CONFIG")
 
 
-def _report(error: Any) -> int:
+def _tell_other_nodes(folder: Path, cause: str) -> None:
+    """By the store of the run; where all ranks of this node are gone, nobody else does."""
+    from sparrow import peers  # torch is slow to import
+
+    for file in sorted(folder.rglob(peers.STORE_NOTE))[:1]:
+        peers.tell_of_a_kill(file, cause)
+
+
+def _own_report(folder: Path) -> Any:
+    """What a worker of this node reported (`launch`), where another node's end came to the agent first."""
+    reports = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.rglob("error.json"))]
+    return next((report for report in reports if "code" in report), None)
+
+
+def _say(message: str) -> None:
+    for line in message.splitlines():
+        print(f"error: {line}", file=sys.stderr)
+
+
+def _report(error: Any, options: Any) -> int:
     rank, failure = error.get_first_failure()
     said = failure.message.get("message") if isinstance(failure.message, dict) else None
     code = failure.exitcode
+    if code == EXIT_INTERRUPTED:  # said by the first rank of each node
+        return code
     how = f"failed with exit code {code}" if code > 0 else f"was killed by signal {-code}"
-    for line in (said or f"rank {rank} {how}; {RESUME_ADVICE}").splitlines():
-        print(f"error: {line}", file=sys.stderr)
+    if code < 0:
+        _tell_other_nodes(Path(options.log_dir), f"rank {rank} {how}")
+    _say(said or f"rank {rank} {how}; {RESUME_ADVICE}")
     return code if code > 0 else 128 - code

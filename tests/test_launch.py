@@ -177,20 +177,87 @@ def test_an_error_of_a_rank_is_said_once(toy: Path, overrides: list[str], code: 
     assert errors == [line]
 
 
-def two_nodes(toy: Path, *overrides: str) -> list[subprocess.Popen[str]]:
+def started(toy: Path, *arguments: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen([*TUNE, *arguments], stdout=pipe, stderr=pipe, text=True, cwd=toy)
+
+
+def ended(*runs: subprocess.Popen[str]) -> list[tuple[int, str]]:
+    """Exit codes and what was said on stderr."""
+    said = [run.communicate(timeout=100)[1] for run in runs]
+    return [(run.returncode, text) for run, text in zip(runs, said, strict=True)]
+
+
+def wait_for_ranks(running: subprocess.Popen[str], ranks: int) -> list[psutil.Process]:
+    """The processes, once they are at work."""
+    assert running.stdout is not None
+    for _ in range(ranks):
+        while "setup rank=" not in running.stdout.readline():
+            assert running.poll() is None
+    return psutil.Process(running.pid).children()
+
+
+def two_nodes(toy: Path, *overrides: str, second: tuple[str, ...] = ()) -> list[subprocess.Popen[str]]:
     """Two agents of torchrun, each with one rank. Neither knows of the other's, and work is no collective."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     node = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}"]
-    command, pipe = [*TUNE, *node, *TOY, "work=600", *overrides], subprocess.PIPE
-    return [subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=toy) for _ in range(2)]
+    return [started(toy, *node, *TOY, "work=600", *overrides, *more) for more in ((), second)]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [("nosuch=1", "nosuch"), ("nested.size=2", "the nodes were given different settings: nested.size: ")],
+)
+def test_a_node_with_another_config_ends_both_and_says_why(toy: Path, override: str, words: str) -> None:
+    """Whichever of them has the store."""
+    for code, said in ended(*two_nodes(toy, "nested.size=1", second=(override,))):
+        assert code in (1, 2) and words in said, said
+        assert "Traceback" not in said and "frame #" not in said
+
+
+def test_a_worker_that_is_killed_ends_those_of_other_nodes(toy: Path) -> None:
+    """No rank is left on its node, but torchrun's agent is."""
+    for code, said in ended(*two_nodes(toy, "end=killed", "on_rank=1")):
+        assert code in (1, 137) and "error: rank 1 was killed by signal 9; " in said
+
+
+def test_ctrl_c_in_several_processes_is_said_once(toy: Path) -> None:
+    running = started(toy, "--nproc_per_node", "2", *TOY, "end=stop")
+    wait_for_ranks(running, 2)
+    running.send_signal(signal.SIGINT)
+    ((code, said),) = ended(running)
+    assert code == 130 and said.count("error: interrupted\n") == 1 == said.count("stopping at the next safe point")
+
+
+def test_a_second_ctrl_c_ends_several_processes_at_once(toy: Path) -> None:
+    running = started(toy, "--nproc_per_node", "2", *TOY, "work=600")
+    workers = wait_for_ranks(running, 2)
+    running.send_signal(signal.SIGINT)
+    time.sleep(4)
+    assert all(worker.is_running() for worker in workers), "they have not come to a safe point"
+    running.send_signal(signal.SIGINT)
+    assert ended(running)[0][0] == 130
+    assert psutil.wait_procs(workers, timeout=20)[1] == []
+
+
+def test_workers_whose_torchrun_is_killed_end_and_say_so(toy: Path) -> None:
+    running = started(toy, "--nproc_per_node", "2", *TOY, "work=600")
+    wait_for_ranks(running, 2)
+    running.kill()
+    assert "error: lost torchrun's store" in ended(running)[0][1]  # the pipe is theirs as well: they have ended
+
+
+def test_restarts_are_refused(toy: Path) -> None:
+    ((code, said),) = ended(started(toy, "--nproc_per_node", "2", "--max_restarts", "1", *TOY))
+    assert code == 2 and said.startswith("error: tune run: --max_restarts 1: ") and said.count("\n") == 1
 
 
 def test_a_rank_that_fails_ends_those_that_work_on_another_node(toy: Path) -> None:
-    nodes = two_nodes(toy, "end=bug", "on_rank=1")
-    errors = "".join(node.communicate(timeout=100)[1] for node in nodes)
-    assert [node.returncode for node in nodes] == [1, 1]
+    runs = ended(*two_nodes(toy, "end=bug", "on_rank=1"))
+    errors = "".join(text for _, text in runs)
+    assert [code for code, _ in runs] == [1, 1]
     assert "[rank1]: RuntimeError: a bug" in errors and "rendezvous.api" not in errors
     assert f"error: rank 1 failed: RuntimeError: a bug; this ended all ranks, and {RESUME_ADVICE}\n" in errors
 
@@ -208,12 +275,12 @@ def test_a_node_that_is_lost_ends_the_others(toy: Path, rank: int) -> None:
     deadline = time.monotonic() + 100
     while all(node.poll() is None for node in nodes) and time.monotonic() < deadline:
         time.sleep(0.1)
-    ended, lost = sorted(nodes, key=lambda node: node.poll() is None)
+    done, lost = sorted(nodes, key=lambda node: node.poll() is None)
     for process in psutil.Process(lost.pid).children():
         process.kill()
     lost.communicate(timeout=100)
-    assert ended.returncode == 1
-    assert f"error: rank {rank} has not been heard of for 3 s" in ended.communicate()[1]
+    ((code, said),) = ended(done)
+    assert code == 1 and f"error: rank {rank} has not been heard of for 3 s" in said
 
 
 def test_names_of_a_recipe_are_found_when_runpy_leaves_main_alone(toy: Path) -> None:

@@ -7,7 +7,8 @@
   python tools/bench_training.py rl --model 1.7b --rollouts makespan_1.7b.json --activation-checkpointing
   python tools/bench_training.py distill --model 1.7b --schedule qwen3-1.7b-0.86 --activation-checkpointing
 
-All run on a CPU too, to try them: --model tiny --tokens 256. docs/training.md says how each mode measures.
+All run on a CPU too, to try them: `step --model tiny --tokens 256`, `distill --model tiny --tokens 256 --prompt 64
+--micro-batch-tokens 512 --schedule 64`. docs/training.md says how each mode measures.
 """
 
 from __future__ import annotations

@@ -62,14 +62,23 @@ def fill_adapter(model: Decoder, folder: Path, rank: int, alpha: int) -> None:
     Raises:
         UserError: as `_attach`, or of another rank or alpha.
     """
+    check_beginning(folder, rank, alpha)
+    _fill(model, folder, _tensors(folder))
+
+
+def check_beginning(folder: Path, rank: int, alpha: int) -> None:
+    """What shows without a model of whether an adapter of this rank and alpha can begin with a folder's.
+
+    Raises:
+        UserError: it cannot.
+    """
     config = _config(folder)
-    for key, found, wanted in (("r", config.r, rank), ("lora_alpha", config.lora_alpha, alpha)):
+    for key, name, found, wanted in (("r", "rank", config.r, rank), ("lora_alpha", "alpha", config.lora_alpha, alpha)):
         if found != wanted:
-            raise UserError(f"adapter: {folder} has {key} {found}, the adapter that it is to begin has {wanted}")
+            raise UserError(f"adapter: {folder} has {key} {found}, the adapter that it is to begin has {name} {wanted}")
     for key in ("use_rslora", "rank_pattern", "alpha_pattern"):
         if getattr(config, key):
             raise UserError(f"adapter: {folder}: {key} is not supported for one that is trained on")
-    _fill(model, folder, _tensors(folder))
 
 
 @torch.no_grad()

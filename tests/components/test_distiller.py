@@ -125,15 +125,15 @@ def test_it_begins_with_an_exported_adapter(tmp_path):
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"rank": 3}, "has r 2, the adapter that it is to begin has 3"),
-        ({"alpha": 8}, "has lora_alpha 16, .* has 8"),
+        ({"rank": 3}, "has r 2, the adapter that it is to begin has rank 3"),
+        ({"alpha": 8}, "has lora_alpha 16, .* has alpha 8"),
         ({"targets": ["q_proj"]}, "does not fit the model: .* is no module of the model"),
         ({"adapter": "nowhere"}, "nowhere holds no adapter_config.json"),
     ],
 )
 def test_an_adapter_of_another_kind_is_refused(tmp_path, other, message):
     attached()[1].export(tmp_path)
-    with pytest.raises(UserError, match=f"adapter: .*{message}"):
+    with pytest.raises(UserError, match=rf"distiller\.adapter: .*{message}"):
         attached(**{"adapter": str(tmp_path), **other})
 
 
