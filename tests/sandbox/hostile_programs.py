@@ -406,7 +406,11 @@ sys.stdout = io.TextIOWrapper(buffer, write_through=True)
 atexit.register(lambda: os.write(1, buffer.getvalue()))
 print(5)
 """, "", "5\n"),
-    ("files in its home", "open('x', 'w').write('abc')\nprint(open('/tmp/x').read())", "", "abc\n"),
+    ("files in its home", """
+import os
+open('x', 'w').write('abc')
+print(open(os.path.expanduser('~/x')).read())
+""", "", "abc\n"),
     ("threads", """
 from concurrent.futures import ThreadPoolExecutor
 with ThreadPoolExecutor(4) as pool:

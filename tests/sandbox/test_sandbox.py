@@ -186,9 +186,9 @@ def test_exit_codes(sandbox: Sandbox) -> None:
 
 
 def test_nothing_stays_for_the_next_run(sandbox: Sandbox) -> None:
-    leave = "import builtins, random, sys\nbuiltins.left = 1\nopen('/tmp/left', 'w')\nsys.modules['math'].pi = 3"
+    leave = "import builtins, random, sys\nbuiltins.left = 1\nopen('left', 'w')\nsys.modules['math'].pi = 3"
     assert sandbox.run_program(leave).status == "exited"
-    find = "import builtins, math, os\nprint(hasattr(builtins, 'left'), os.path.exists('/tmp/left'), math.pi == 3)"
+    find = "import builtins, math, os\nprint(hasattr(builtins, 'left'), os.path.exists('left'), math.pi == 3)"
     assert sandbox.run_program(find).stdout == "False False False\n"
 
 
